@@ -25,7 +25,7 @@ from paged_optax.planning.activations import (
     find_layers,
     sizes_of,
 )
-from paged_optax.planning.cards import CARDS, Card, Rates, find_card, free_from
+from paged_optax.planning.cards import CARDS, Rates, find_card, free_from
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.planning.ways import Ways
@@ -123,7 +123,13 @@ def what_fits(
       ('layerwise, weights on host', 0.2)
     """
     stated = None if card is None else find_card(card)
-    limit = _limit(device_memory, stated)
+    if device_memory is None and stated is None:
+        raise ValueError(
+            f"device_memory=None: pass a device's memory, such as '24GiB', or card="
+            f" with one of {', '.join(CARDS)}."
+        )
+    if device_memory is None and stated is not None:
+        device_memory = stated.memory
     check_arrays("params", params)
     leaves = jax.tree.leaves(params)
     # Products have the dtype of the matrices, and the largest leaf is a matrix.
@@ -176,7 +182,7 @@ def what_fits(
     remarks += (_free(row, values, rates) for row in rows if row.by_layers)
     return Footprints(
         rows,
-        limit,
+        parse_bytes("device_memory", device_memory),
         1.0 if stated is not None and not stated.gpu else device_share(),
         rates.link,
         tuple(filter(None, remarks)),
@@ -219,22 +225,6 @@ def _code(
         "codec": text(codec) if isinstance(codec, str) else codec and "codec",
     }
     return ", ".join(f"{name}={x}" for name, x in arguments.items() if x)
-
-
-def _limit(device_memory: int | str | None, card: Card | None) -> int:
-    if device_memory is None and card is None:
-        raise ValueError(
-            f"device_memory=None: pass a device's memory, such as '24GiB', or card="
-            f" with one of {', '.join(CARDS)}."
-        )
-    memory = card.memory if device_memory is None and card else device_memory
-    limit = parse_bytes("device_memory", memory)
-    if limit < 1 << 20:
-        raise ValueError(
-            f"device_memory={device_memory!r} is {limit} bytes: pass a device's memory"
-            " with its unit, such as '24GiB'."
-        )
-    return limit
 
 
 def _workload(

@@ -109,7 +109,7 @@ MISTAKES = [
     (f"plan --module sys:exit {DEVICE}", 1, "failed with SystemExit"),
     (f"plan --module broken:make {DEVICE}", 1, "SyntaxError"),
     # Of a checkpoint.
-    (f"plan --checkpoint missing {DEVICE}", 1, "'missing' has no .safetensors file"),
+    (f"plan --checkpoint missing {DEVICE}", 1, "'missing' is neither a file"),
     (f"plan --checkpoint empty {DEVICE}", 1, "no .safetensors file, no config"),
     (f"plan --checkpoint mistaken.py {DEVICE}", 1, "is no safetensors file"),
     (f"plan --checkpoint text.safetensors {DEVICE}", 1, "is no safetensors file"),

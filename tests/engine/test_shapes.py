@@ -250,7 +250,7 @@ def test_orbax(tmp_path, inside):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="no Orbax checkpoint"):
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
         checkpoint_shapes(tmp_path / "missing")
     with pytest.raises(ValueError, match="no Orbax checkpoint"):
         checkpoint_shapes(tmp_path)
