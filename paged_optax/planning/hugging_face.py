@@ -23,14 +23,16 @@ class Fields:
 
     Args:
       path: A regular file; a pipe or a device may never end.
+      header: True for a safetensors file, which begins with the length of the text.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, header: bool = False) -> None:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{str(path)!r} cannot be read: it is no file.")
         with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+            length = int.from_bytes(file.read(8), "little") if header else 1 << 64
+            text = file.read(min(length, _MOST_BYTES + 1))
         items = sum(map(text.count, (b",", b"[", b"{")))
         if len(text) > _MOST_BYTES or items > _MOST_ITEMS:
             raise ValueError(
@@ -45,10 +47,14 @@ class Fields:
             raise ValueError(f"{str(path)!r} holds JSON that is no object with fields.")
         self.entries: dict[str, object] = entries
 
+    def shown(self, field: str) -> str:
+        """A field and its value, for messages."""
+        value = f"{self.entries.get(field)!r:.60}"
+        return f"{str(self.path)!r}: field {field!r:.200} is {value}"
+
     def wrong(self, field: str, wanted: str) -> ValueError:
         """Error for a field with an unusable value."""
-        value = f"{self.entries.get(field)!r:.60}"
-        return ValueError(f"{str(self.path)!r}: field {field!r} is {value}, {wanted}.")
+        return ValueError(f"{self.shown(field)}, not {wanted}.")
 
     def number(self, field: str, default: int | None = None) -> int:
         """Reads a size from 1 to 2^31."""
@@ -56,7 +62,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if type(value) is not int or not 0 < value <= 1 << 31:
-            raise self.wrong(field, "not a whole number from 1 to 2147483648")
+            raise self.wrong(field, "a whole number from 1 to 2147483648")
         return value
 
 
@@ -107,8 +113,8 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     fields = Fields(path)
     entries, kind = fields.entries, fields.entries.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
-        known = f"not one of {', '.join(_DEFAULTS)}; other models: --module, or their"
-        raise fields.wrong("model_type", f"{known} weights")
+        others = "other models: --module, or their weights"
+        raise fields.wrong("model_type", f"one of {', '.join(_DEFAULTS)}; {others}")
     default = _DEFAULTS[kind]
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     # transformers distinguishes an absent field from null.
@@ -117,15 +123,16 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     head = fields.number("head_dim", default.head or hidden // heads)
     tied = entries.get("tie_word_embeddings", default.tied)
     if not isinstance(tied, bool):
-        raise fields.wrong("tie_word_embeddings", "not true or false")
-    dtypes = (x for x in ("dtype", "torch_dtype") if entries.get(x) is not None)
-    name = next(dtypes, "dtype")
-    dtype = entries.get(name, "float32")
+        raise fields.wrong("tie_word_embeddings", "true or false")
+    name = "torch_dtype" if entries.get("dtype") is None else "dtype"
+    dtype = entries.get(name)
     if dtype is not None and dtype not in _DTYPES:
-        raise fields.wrong(name, f"not one of {', '.join(_DTYPES)}")
+        raise fields.wrong(name, f"one of {', '.join(_DTYPES)}")
     if entries.get("quantization_config"):
-        counted = "weights are counted as they are before they are quantized"
-        warn_user(f"{fields.wrong('quantization_config', counted)}")
+        warn_user(
+            f"{fields.shown('quantization_config')}; weights are counted as they are"
+            " before they are quantized."
+        )
     return Decoder(
         hidden,
         heads * head,

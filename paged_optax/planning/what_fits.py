@@ -123,13 +123,12 @@ def what_fits(
       ('layerwise, weights on host', 0.2)
     """
     stated = None if card is None else find_card(card)
-    if device_memory is None and stated is None:
+    memory = stated.memory if stated and device_memory is None else device_memory
+    if memory is None:
         raise ValueError(
             f"device_memory=None: pass a device's memory, such as '24GiB', or card="
             f" with one of {', '.join(CARDS)}."
         )
-    if device_memory is None and stated is not None:
-        device_memory = stated.memory
     check_arrays("params", params)
     leaves = jax.tree.leaves(params)
     # Products have the dtype of the matrices, and the largest leaf is a matrix.
@@ -182,7 +181,7 @@ def what_fits(
     remarks += (_free(row, values, rates) for row in rows if row.by_layers)
     return Footprints(
         rows,
-        parse_bytes("device_memory", device_memory),
+        parse_bytes("device_memory", memory),
         1.0 if stated is not None and not stated.gpu else device_share(),
         rates.link,
         tuple(filter(None, remarks)),

@@ -196,6 +196,34 @@ def test_config_of_hugging_face(name, tmp_path):
     assert checkpoint_shapes(tmp_path) == po.model_shapes(name)
 
 
+def test_a_header_is_enough(file):
+    content = file.read_bytes()
+    whole = checkpoint_shapes(file)
+    file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+    assert checkpoint_shapes(file) == whole
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"w": [1]}, "field 'w' is .*, not dtype and shape"),
+        ({"w": {"shape": [2]}}, "field 'w' is"),
+        ({"w": {"dtype": "F32"}}, "field 'w' is"),
+        ({"w": {"dtype": "F32", "shape": [-1]}}, "field 'w' is"),
+        ({"w": {"dtype": "F32", "shape": [1.5]}}, "field 'w' is"),
+        ({"w": {"dtype": "I64", "shape": [2]}}, "no floating point arrays"),
+        ([], "no object with fields"),
+        ("{", "no object with fields"),
+    ],
+    ids=str,
+)
+def test_a_header_that_is_not_usable(header, words, tmp_path):
+    text, path = json.dumps(header).encode(), tmp_path / "w.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ValueError, match=f"w.safetensors.*{words}"):
+        checkpoint_shapes(path)
+
+
 def test_files_of_the_model(file):
     """Others of the folder may hold the same once more."""
     safetensors.numpy.save_file(
@@ -250,11 +278,11 @@ def test_orbax(tmp_path, inside):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="neither a file nor a folder"):
+    with pytest.raises(ValueError, match="cannot be read: it is no file"):
         checkpoint_shapes(tmp_path / "missing")
     with pytest.raises(ValueError, match="no Orbax checkpoint"):
         checkpoint_shapes(tmp_path)
     path = pathlib.Path(tmp_path / "text.safetensors")
     path.write_text("no header at all, but text")
-    with pytest.raises(ValueError, match="is no safetensors file"):
+    with pytest.raises(ValueError, match="holds no JSON"):
         checkpoint_shapes(path)

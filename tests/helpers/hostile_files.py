@@ -159,10 +159,9 @@ def read_document(given: tuple[str, bytes], folder: pathlib.Path) -> object:
 # -- safetensors ------------------------------------------------------------------
 
 
-def laid_out(header: bytes, following: int, claimed: int | None = None) -> bytes:
+def laid_out(header: bytes, following: int) -> bytes:
     """A safetensors file."""
-    length = len(header) if claimed is None else claimed
-    return length.to_bytes(8, "little") + header + bytes(following)
+    return len(header).to_bytes(8, "little") + header + bytes(following)
 
 
 def safetensors_cases() -> st.SearchStrategy[Case]:
