@@ -40,13 +40,11 @@ def check_function(name: str, value: object) -> None:
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Raises unless `value` is an int, at least `least` and below 2^31."""
+    """Raises unless `value` is an int, and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={brief(value)} is not an int.")
     if value < least:
         raise ValueError(f"{name}={brief(value)} is less than {least}.")
-    if value >= 1 << 31:
-        raise ValueError(f"{name}={brief(value)} is not below 2^31.")
 
 
 def check_rate(name: str, value: object) -> None:

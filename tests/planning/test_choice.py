@@ -328,5 +328,3 @@ def test_numbers_of_numpy():
     assert str(found) == str(wanted)
     with pytest.raises(ValueError, match="page_size is more than 2.63"):
         po.what_fits(SHAPES, device_memory="1GiB", page_size=10**400)
-    with pytest.raises(ValueError, match="batch=<int> is not below 2.31"):
-        po.what_fits(SHAPES, device_memory="1GiB", batch=10**400, length=8)
