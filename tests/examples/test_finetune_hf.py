@@ -291,29 +291,38 @@ TEMPLATES = {
     "plain": (None, "a s<|im_end|>\nend a <|im_end|>\n"),
     "thinking": (
         THINKING,
-        "a s<|im_end|>\n<think>\n\n</think>\n\nend a <|im_end|>\n",
+        "<think>\n\n</think>\n\na s<|im_end|>\n"
+        "<think>\n\n</think>\n\nend a <|im_end|>\n",
     ),
     "reasoned": (REASONED, "a s</s>end a </s>"),
     "brackets": (BRACKETS, " a s</s> end a </s>"),
 }
 
 
+def learned(tokenizer, documents):
+    """The text that is learned."""
+    pairs = [p for x in documents for p in zip(x.tokens, x.learned, strict=True)]
+    return tokenizer.decode([token for token, yes in pairs if yes])
+
+
 def test_a_chat_may_begin_with_an_answer(example, folders):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
     line = json.dumps({"messages": TURNS[1:]})
     found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == TEMPLATES["plain"][1]
+    assert learned(tokenizer, found) == TEMPLATES["plain"][1]
 
 
 def test_thoughts_that_are_left_out(example, folders):
-    """Of an earlier turn: a sentence, and nothing is learned as something else."""
+    """Of the turn itself: a sentence, and nothing is learned as something else."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
     tokenizer.chat_template = REASONED.replace(
         "m.content }}</s>", "m.content.split('</think>')[-1] }}</s>"
     )
     turns = [*TURNS[:1], {"role": "assistant", "content": "<think>b</think>c"}]
-    with pytest.raises(example.folder.FolderError, match="end the chat there"):
+    with pytest.raises(
+        example.folder.FolderError,
+        match="leaves out what the assistant says in turn 2: 'b'",
+    ):
         line = json.dumps({"messages": turns})
         example.text._line(pathlib.Path("x"), 1, line, tokenizer)
 
@@ -326,8 +335,7 @@ def test_all_turns_of_a_chat(example, folders, name):
     tokenizer.chat_template = template or tokenizer.chat_template
     line = json.dumps({"messages": TURNS})
     found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == wanted
+    assert learned(tokenizer, found) == wanted
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -340,8 +348,7 @@ def test_short_answers(example, folders, name, answer):
     wanted = TEMPLATES[name][1].replace("end a ", answer)
     line = json.dumps({"messages": turns})
     found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == wanted
+    assert learned(tokenizer, found) == wanted
 
 
 def test_a_call_of_a_tool(example, folders):
@@ -359,9 +366,8 @@ def test_a_call_of_a_tool(example, folders):
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
     chat = {"messages": [*TURNS[:1], turn], "tools": [tool]}
     found = example.text._line(pathlib.Path("x"), 1, json.dumps(chat), tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == "!f<|im_end|>\n"
-    assert tokenizer.decode(found.tokens).startswith("f;<|im_start|>user")
+    assert learned(tokenizer, found) == "!f<|im_end|>\n"
+    assert tokenizer.decode(found[0].tokens).startswith("f;<|im_start|>user")
 
 
 def _store(example, folder, tmp_path, *more):
@@ -471,9 +477,9 @@ def test_a_chat_learns_its_answers(example, folders):
     """The prompt is seen, and not learned."""
     folder = folders("qwen3", dtype="bfloat16")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    turn = example.text._line(
+    found = example.text._line(
         pathlib.Path("x"), 1, json.dumps({"messages": CHAT}), tokenizer
     )
-    learned = [t for t, yes in zip(turn.tokens, turn.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == "ho<|im_end|>\n"
+    assert learned(tokenizer, found) == "ho<|im_end|>\n"
+    (turn,) = found
     assert tokenizer.decode(turn.tokens).startswith("<|im_start|>user\nhi<|im_end|>")
