@@ -6,7 +6,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import PyTree
 
 from paged_optax.backend.text import keystr
@@ -20,7 +19,6 @@ from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.tree_init import init_stacked
 from paged_optax.layerwise.weights import Frozen
 from paged_optax.splitting.functions import SplitFunctions
 from paged_optax.splitting.split_loss import RESEED, Loss
@@ -186,22 +184,6 @@ class SplitModel(LayerwiseModel):
         x = self._functions.for_types(whole(params), whole(frozen))
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
-
-    def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
-        """Initializes the state of `tx` for stacked parameters, layer by layer.
-
-        The state is `tx.init` of the loss's own parameters, with all layers' moments
-        stacked like the parameters.
-
-        Args:
-          tx: The transformation.
-          params: Stacked parameters, see `stack`, or their shapes.
-
-        Returns:
-          The state, or its shapes.
-        """
-        tree = self.layer_tree
-        return tx.init(params) if tree is None else init_stacked(tx, tree, params)
 
     def stack_state(self, state: PyTree) -> PyTree:
         """Converts the state of an ordinary step to the state of a layerwise step.
