@@ -172,9 +172,10 @@ class StateLayout:
 
         def leaf(position: int) -> StoredLeaf:
             owner, x, codec = owners[position], avals[position], codecs[position]
-            shards = None if owner is None else parameter_shards[owner]
-            if owner is None or x.shape != parameters[owner].shape:
-                shards = None  # such as factored moments
+            shards = None
+            # Moments of other shapes, such as factored ones, are undivided.
+            if owner is not None and x.shape == parameters[owner].shape:
+                shards = parameter_shards[owner]
             if codec is not None:
                 # XLA:TPU slices no bytes in host memory: codes share words of 32 bits.
                 # Words and scales are arranged to shard as the moment does.
