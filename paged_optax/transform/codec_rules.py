@@ -180,6 +180,12 @@ def _parameters_named(
         named_by[key] = None if by_moment else matching_names(key, parameters)
         # A layerwise step updates a tree with some of the parameters.
         if named_by[key] == set() and parameters and not current().fetched:
+            if key in moments:
+                raise ValueError(
+                    f"codec={{{key!r}: {rule!r}}}: {key!r} is a moment, and its rule is"
+                    " one codec. Rules by moment go under a parameter's path, as in"
+                    f" codec={{{parameters[0]!r}: {{{key!r}: 'dynamic_int8'}}}}."
+                )
             known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(
