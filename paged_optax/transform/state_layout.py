@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
@@ -93,9 +94,15 @@ class StoredLeaf:
         if self.codec is None:
             alike = parameter is not None and parameter.shape == self.aval.shape
             return parameter if alike else None
-        if self.shards is None:
-            return jax.tree.map(lambda _: None, self.stored)
-        return self.shards.typed(self.codec, self.stored, self.local)
+        shards, stored = self.shards, self.stored
+        if shards is None:
+            return jax.tree.map(lambda _: None, stored)
+        typed = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(shards.mesh, spec)
+        )
+        return jax.tree.map(
+            typed, stored, shards.spec_of(self.codec, stored, self.local)
+        )
 
     @property
     def codes_field(self) -> str:
