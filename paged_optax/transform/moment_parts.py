@@ -75,7 +75,9 @@ def kinds_of(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
 
 def reshaped_like(x: ArrayOrShape, like: ArrayOrShape) -> ArrayOrShape:
     """Returns an array in the shape of another: scales with or without a row."""
-    return x if x.shape == like.shape else x.reshape(like.shape)
+    if x.shape == like.shape or isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return x.reshape(like.shape)
 
 
 def as_results(

@@ -129,7 +129,7 @@ def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
         axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
     )
     places = [x and NamedSharding(explicit(x.mesh), x.spec) for x in divided]
-    meshes = [x.mesh for x in places if x is not None]
+    meshes = [explicit(x.mesh) for x in divided if x is not None]
     typed = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
         for x, place in zip(leaves, places, strict=True)

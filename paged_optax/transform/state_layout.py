@@ -261,7 +261,7 @@ class StateLayout:
 
     def seen(self, arrays: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
         """Returns the transformation's own state, with shapes for coded leaves."""
-        seen = [
+        seen: list[PyTree] = [
             x if leaf.codec is None else shape_dtype(leaf.aval, x)
             for leaf, x in zip(self.leaves, arrays, strict=True)
         ]
