@@ -50,6 +50,11 @@ def pytest_addoption(parser):
         help="the slow tests of a day: in so many days in a row all of them run",
     )
     parser.addoption(
+        "--files",
+        metavar="DAY/DAYS",
+        help="the same of whole files, but for what compiles for an accelerator",
+    )
+    parser.addoption(
         "--optimized",
         action="store_true",
         help="compile every test's programs as XLA:CPU does by default",
@@ -100,10 +105,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.parent.name in _PURE and not _has(item, "compiler"):
             item.add_marker("pure")
-    if share := config.getoption("share"):
-        others = _of_other_days(items, *map(int, share.split("/")))
-        items[:] = [item for item in items if item not in others]
-        config.hook.pytest_deselected(items=[*others])
+    slow = {x for x in items if _has(x, "slow")}
+    others = _of_other_days(config.getoption("share"), slow, lambda x: f"::{x.name}")
+    here = {x for x in items if not _has(x, "compiler")} - slow
+    others |= _of_other_days(config.getoption("files"), here, lambda x: "")
+    items[:] = [item for item in items if item not in others]
+    config.hook.pytest_deselected(items=[*others])
     items.sort(key=lambda item: (not _has(item, "slow"), not _has(item, "optimized")))
 
 
@@ -114,11 +121,13 @@ def pytest_collection_finish(session):
     gc.set_threshold(20_000, 20, 20)
 
 
-def _of_other_days(items, day, days):
-    """The slow ones that run on other days, by their names: another test moves none."""
-    slow = [item for item in items if _has(item, "slow")]
-    turn = lambda item: zlib.crc32(f"{item.path.name}::{item.name}".encode())
-    return {item for item in slow if (turn(item) - day) % days}
+def _of_other_days(share, items, name):
+    """Items that run on other days, by their names: another test moves none."""
+    if share is None:
+        return set()
+    day, days = map(int, share.split("/"))
+    turn = lambda item: zlib.crc32(f"{item.path.name}{name(item)}".encode())
+    return {item for item in items if (turn(item) - day) % days}
 
 
 def _mark_slow(items):

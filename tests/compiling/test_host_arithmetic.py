@@ -62,13 +62,16 @@ def test_a_users_own_arithmetic_is_warned_of():
 
 
 WAYS = {
-    "": {},
+    "all": {},
     "weights": {"weights_on_host": True, "rest_on_host": True},
     "deferred": {"host_dtype": "float32", "max_norm": 1.0, "deferred": True},
     "activations": {"activations_on_host": True},
 }
 
 
+@pytest.mark.quick(
+    "all-dynamic_int8", "weights-None", "deferred-dynamic_int4", "activations-None"
+)
 @pytest.mark.parametrize("codec", [None, "dynamic_int8", "dynamic_int4"])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_layerwise_step_is_warned_of(way, codec):

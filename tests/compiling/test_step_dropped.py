@@ -42,6 +42,7 @@ def layerwise(tx, params, constant, settings):
     compiled(*args, jnp.ones((8, 64)))
 
 
+@pytest.mark.quick("None", "layerwise")
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 @pytest.mark.parametrize(
     ("train", "settings"),

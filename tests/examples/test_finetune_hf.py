@@ -263,107 +263,6 @@ def test_wrong_arguments(example, wrong, tmp_path, capsys):
     assert f"argument {wrong.split()[0]}: " in capsys.readouterr().err
 
 
-#: Templates in the manner of some families, and what is learned of `TURNS`.
-THINKING = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
-    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.last %}"
-    "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-REASONED = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-    "{% else %}<|Assistant|>{{ m.content }}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
-)
-BRACKETS = (
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}</s>"
-    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
-)
-TURNS = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "a s"},
-    {"role": "user", "content": "assistant a"},
-    {"role": "assistant", "content": "end a "},
-]
-TEMPLATES = {
-    "plain": (None, "a s<|im_end|>\nend a <|im_end|>\n"),
-    "thinking": (
-        THINKING,
-        "a s<|im_end|>\n<think>\n\n</think>\n\nend a <|im_end|>\n",
-    ),
-    "reasoned": (REASONED, "a s</s>end a </s>"),
-    "brackets": (BRACKETS, " a s</s> end a </s>"),
-}
-
-
-def test_a_chat_may_begin_with_an_answer(example, folders):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
-    line = json.dumps({"messages": TURNS[1:]})
-    found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == TEMPLATES["plain"][1]
-
-
-def test_thoughts_that_are_left_out(example, folders):
-    """Of an earlier turn: a sentence, and nothing is learned as something else."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
-    tokenizer.chat_template = REASONED.replace(
-        "m.content }}</s>", "m.content.split('</think>')[-1] }}</s>"
-    )
-    turns = [*TURNS[:1], {"role": "assistant", "content": "<think>b</think>c"}]
-    with pytest.raises(example.folder.FolderError, match="end the chat there"):
-        line = json.dumps({"messages": turns})
-        example.text._line(pathlib.Path("x"), 1, line, tokenizer)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_all_turns_of_a_chat(example, folders, name):
-    """Also where a turn is shown otherwise as soon as another one follows."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
-    template, wanted = TEMPLATES[name]
-    tokenizer.chat_template = template or tokenizer.chat_template
-    line = json.dumps({"messages": TURNS})
-    found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == wanted
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("answer", ["d", "end", "<", "|", "think", "s", "/s", "a", ""])
-def test_short_answers(example, folders, name, answer):
-    """What else the template writes has them too."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
-    tokenizer.chat_template = TEMPLATES[name][0] or tokenizer.chat_template
-    turns = [*TURNS[:3], {"role": "assistant", "content": answer}]
-    wanted = TEMPLATES[name][1].replace("end a ", answer)
-    line = json.dumps({"messages": turns})
-    found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == wanted
-
-
-def test_a_call_of_a_tool(example, folders):
-    """Is learned with what ends the turn; templates are told of the tools."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
-    tokenizer.chat_template = (
-        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-    chat = {"messages": [*TURNS[:1], turn], "tools": [tool]}
-    found = example.text._line(pathlib.Path("x"), 1, json.dumps(chat), tokenizer)
-    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == "!f<|im_end|>\n"
-    assert tokenizer.decode(found.tokens).startswith("f;<|im_start|>user")
-
-
 def _store(example, folder, tmp_path, *more):
     """Of a run that has begun, and another command's arguments."""
     paths = ["--checkpoint", folder, "--text", "t", "--output", tmp_path / "o"]
@@ -404,24 +303,6 @@ def test_what_has_no_arguments_is_begun_anew(example, folders, tmp_path):
     store = _store(example, folders("qwen3"), tmp_path)
     store.take(anew=True)
     assert store.latest() is None and not left.exists()
-
-
-def test_a_template_that_refuses(example, folders):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
-    tokenizer.chat_template = BRACKETS
-    line = json.dumps({"messages": [{"role": "system", "content": "x"}, *TURNS]})
-    says = "x, line 7: the chat template says: only user and assistant"
-    with pytest.raises(example.folder.FolderError, match=says):
-        example.text._line(pathlib.Path("x"), 7, line, tokenizer)
-
-
-def test_text_of_other_line_ends(example, folders, tmp_path):
-    """Within a string of JSON, and a mark at the beginning."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
-    path = tmp_path / "a.jsonl"
-    path.write_text("\ufeff" + json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
-    (found,) = example.text.documents(path, tokenizer)
-    assert tokenizer.decode(found.tokens) == "a\u2028b</s>"
 
 
 @pytest.mark.slow
@@ -465,15 +346,3 @@ def test_one_file_goes_before_an_index(example, folders, tmp_path):
     index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert [*example.folder.Folder.open(path).headers] == ["model.safetensors"]
-
-
-def test_a_chat_learns_its_answers(example, folders):
-    """The prompt is seen, and not learned."""
-    folder = folders("qwen3", dtype="bfloat16")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    turn = example.text._line(
-        pathlib.Path("x"), 1, json.dumps({"messages": CHAT}), tokenizer
-    )
-    learned = [t for t, yes in zip(turn.tokens, turn.learned, strict=True) if yes]
-    assert tokenizer.decode(learned) == "ho<|im_end|>\n"
-    assert tokenizer.decode(turn.tokens).startswith("<|im_start|>user\nhi<|im_end|>")

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import math
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,14 +75,12 @@ class Outcome:
       pages: Pages of the leaf.
       page_bytes: Bytes of one, as the transformation sees it.
       moments: Moments that travel.
-      refused: Why the plan keeps the leaf on the device or whole, or "".
       scratch: Device bytes.
       bound: Most device bytes that the plan allows.
       host_scratch: Host bytes.
       in_place: Whether all donated buffers are taken over.
       traffic: Bytes over the link, both ways, over those of the moments.
       addresses: Transfers at other addresses than the plan's.
-      seconds: CPU-seconds to trace and compile; 0 where it was compiled before.
       fingerprint: What is equal for equal programs of one compiler, planned alike.
       recorded: Whether one of this fingerprint is on record as passed, so that this
         one was not compiled.
@@ -93,20 +90,18 @@ class Outcome:
     pages: int = 0
     page_bytes: int = 0
     moments: int = 0
-    refused: str = ""
     scratch: int = 0
     bound: int = 0
     host_scratch: int = 0
     in_place: bool = True
     traffic: float = 0.0
     addresses: str = ""
-    seconds: float = 0.0
     fingerprint: str = ""
     recorded: bool = False
 
     @property
     def failure(self) -> str:
-        """What is not as it must be; else empty. Seconds are measured, not judged."""
+        """What is not as it must be; else empty."""
         if self.error:
             return self.error
         wrong = [
@@ -167,7 +162,6 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
         pages=max((x.pages for x in planned), default=0),
         page_bytes=page_bytes,
         moments=sum(x.on_host for x in planned),
-        refused=next((x.refused for x in planned if x.refused), ""),
         bound=plan.scratch_bytes + 8 * MIB,
     )
     figures = (found.pages, found.page_bytes, found.moments, found.bound)
@@ -178,7 +172,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
 
     same = (dataclasses.replace(case, page_size=""), repr(planned_as()), tuple(alone))
     if same in _same:
-        return dataclasses.replace(_same[same], seconds=0.0)
+        return _same[same]
 
     def init(mesh):
         state = state_on(mesh, tx, params)
@@ -190,7 +184,6 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     _same[same] = found
     build = init if case.phase == "init" else updating(tx, params)
     lower = {"h200": aot.lowered_for_h200, "v5e": aot.lowered_for_v5e}[case.compiler]
-    start = time.process_time()
     try:
         program = lower(build)
         text = program.lowered.as_text()
@@ -200,7 +193,6 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
             return found
         if (report := _reports.get((case.compiler, text))) is None:
             report = program.compile()
-            found.seconds = round(time.process_time() - start, 2)
             _reports.clear()
             _reports[case.compiler, text] = report
     except Exception as error:

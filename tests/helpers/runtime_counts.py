@@ -7,14 +7,13 @@ import operator
 from collections.abc import Sequence
 
 from helpers.hlo import Computations, Executor, Instruction
-from paged_optax.backend.text import readable_bytes, table
 
 _Counts = collections.Counter[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeCounts:
-    """What XLA:GPU's runtime does in one call of a program. Prints as a table.
+    """What XLA:GPU's runtime does in one call of a program.
 
     Read from the scheduled program, and multiplied by the turns of loops. A loop of
     which the compiler states no count takes one turn here. One that keeps a leaf apart
@@ -74,25 +73,6 @@ class RuntimeCounts:
             for instruction in instructions
         )
         return cls(**counts)
-
-    def __str__(self) -> str:
-        def transfers(up: int, down: int, size: int) -> str:
-            return f"{up:,} up, {down:,} down, {readable_bytes(size)}"
-
-        engine = self.transfers_up, self.transfers_down, self.transfer_bytes
-        kernels = self.zero_copy_up, self.zero_copy_down, self.zero_copy_bytes
-        rows = [
-            ("kernels", f"{self.kernels:,}"),
-            ("waits of the host", f"{self.host_syncs:,}"),
-            ("turns of counted loops", f"{self.loop_turns:,}"),
-            ("transfers by copy engine", transfers(*engine)),
-            ("of these, without a start", f"{self.sync_transfers:,}"),
-            ("transfers by kernel", transfers(*kernels)),
-            ("slices copied on the device", f"{self.device_slices:,}"),
-            ("copies within host memory", f"{self.host_copies:,}"),
-            ("rematerialized instructions", f"{self.rematerialized:,}"),
-        ]
-        return table(("in one call", "count"), rows)
 
 
 def _computation(program: Computations, name: str) -> _Counts:

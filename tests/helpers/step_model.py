@@ -49,7 +49,6 @@ class Machine:
 
 #: Round figures of data sheets, for comparing schedules: PCIe 5 x16, dense bfloat16.
 H200 = Machine(link=55e9, flops=600e12, memory=3.5e12)
-V5E = Machine(link=16e9, flops=150e12, memory=0.8e12)
 
 
 def machine_of(card: str) -> Machine:
