@@ -78,15 +78,7 @@ def on_explicit_axes(
 
 
 class _InputTypes(NamedTuple):
-    """Types of the model's arguments.
-
-    Attributes:
-      rest: The parameters outside the layers.
-      weights: One layer's parameters.
-      batch: One micro-batch.
-      fixed_rest: The frozen parameters outside the layers.
-      fixed: One layer's frozen parameters.
-    """
+    """Types of the model's arguments, of one layer and one micro-batch."""
 
     rest: PyTree[jax.ShapeDtypeStruct]
     weights: PyTree[jax.ShapeDtypeStruct]
@@ -96,13 +88,7 @@ class _InputTypes(NamedTuple):
 
 
 class _OutputSpecs(NamedTuple):
-    """Shardings of the activations between prologue, layers and epilogue.
-
-    Attributes:
-      x: The layers' inputs.
-      context: The prologue's context.
-      kept: The layers' kept outputs, stacked.
-    """
+    """Shardings of the activations between prologue, layers and epilogue."""
 
     x: list[PartitionSpec]
     context: list[PartitionSpec]

@@ -11,7 +11,6 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
 from paged_optax.layerwise.forward import ModelFunctions, refuse_other_input
@@ -51,9 +50,6 @@ class LayerwiseModel:
         metrics. The loss is a mean, or a sum and its weight: a `WeightedLoss`. `kept`
         has the kept outputs of all layers, stacked.
 
-    Raises:
-      TypeError: If one of them is not a function.
-
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
       >>> model = po.LayerwiseModel(
@@ -69,10 +65,6 @@ class LayerwiseModel:
     prologue: Callable[..., tuple[PyTree, PyTree]]
     layer: Callable[..., tuple[PyTree, PyTree]]
     epilogue: Callable[..., PyTree]
-
-    def __post_init__(self) -> None:
-        for name in ("prologue", "layer", "epilogue"):
-            check_function(name, getattr(self, name))
 
     @property
     def layer_tree(self) -> LayerTree | None:

@@ -86,14 +86,7 @@ class Signatures(NamedTuple):
 
 
 class _Computation(NamedTuple):
-    """The computation of one result.
-
-    Attributes:
-      elementwise: True if each element depends on the same element of the inputs.
-      equations: The equations, without the shapes of filled arrays.
-      inputs: The program's inputs.
-      result: The position among the program's results.
-    """
+    """The computation of one result, without the shapes of filled arrays."""
 
     elementwise: bool
     equations: object

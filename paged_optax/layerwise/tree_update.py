@@ -7,7 +7,7 @@ labels, norms and factors are then the same as Optax's on that tree.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -177,17 +177,14 @@ class TreeUpdate:
             joined = jax.tree.map(join, *of_stacks)
         return _merged(new_params, joined[0]), _merged(new_state, joined[1])
 
-    def _shared(self, state: Leaves) -> list[Stored | None]:
-        """Selects counts and rates, which belong to no parameter."""
-        owners = zip(state, self.layered.owners, strict=True)
-        return [x if owner is None else None for x, owner in owners]
-
     def _of_kind(
         self, layers: Sequence[int], updates: Leaves, state: Leaves, params: Leaves
     ) -> Updated:
         """Updates all layers of one kind with `jax.vmap`."""
         numbers = np.asarray(layers, np.int32)
-        shared = self._shared(self.layered.state)
+        owners = zip(self.layered.state, self.layered.owners, strict=True)
+        # Counts and rates, which belong to no parameter.
+        shared = [x if owner is None else None for x, owner in owners]
         trees = list(updates), list(state), list(params)
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)
@@ -213,7 +210,7 @@ class TreeUpdate:
     ) -> Updated:
         """Updates layer i in place of layer `place`, or the rest if that is None."""
         members, _ = self.tree.stacked
-        zeros = _Zeros()
+        zeros = functools.cache(jnp.zeros)
         fill = functools.partial(_placed, place, zeros, self.same.pruned)
         layered, structure = self.layered, self.tree.structure
         tree_params = fill(members, params, layered.params)
@@ -280,17 +277,9 @@ def _merged(
     return [y if x is None else x for x, y in pairs]
 
 
-class _Zeros(dict[Hashable, Array]):
-    """Zeros by shape and dtype, created on first use."""
-
-    def __missing__(self, key: tuple[tuple[int, ...], np.dtype]) -> Array:
-        self[key] = jnp.zeros(*key)
-        return self[key]
-
-
 def _placed(
     place: int | None,
-    zeros: _Zeros,
+    zeros: Callable[[tuple[int, ...], np.dtype], Array],
     pruned: bool,
     members: Sequence[Members],
     leaves: Leaves,
@@ -300,11 +289,11 @@ def _placed(
 
     def entry(member: Members, x: Stored | None, old: Stored) -> PyTree:
         if isinstance(member, int):
-            blank = jax.tree.map(lambda x: zeros[x.shape, x.dtype], old)
+            blank = jax.tree.map(lambda x: zeros(x.shape, x.dtype), old)
             return blank if x is None else x
         blank: PyTree = optax.MaskedNode()
         if not pruned:
-            blank = jax.tree.map(lambda x: zeros[x.shape[1:], x.dtype], old)
+            blank = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), old)
         there = x is not None and place is not None and member[place] >= 0
         return jax.tree.map(lambda x: x[0], x) if there else blank, blank
 

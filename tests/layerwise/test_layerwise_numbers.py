@@ -185,7 +185,7 @@ def test_workspace_of_another_order():
     tx = po.paged_sgd(1.0)
     workspace = po.GradientWorkspace.allocate(stacks, accumulate="b")
     functions = (start, lambda w, x, c, i: (x @ w["w"] + x @ w["b"], None), finish)
-    with pytest.raises(ValueError, match=r"\['w'\].*allocate"):
+    with pytest.raises(ValueError, match="another order.*Allocate"):
         po.layerwise_step(po.LayerwiseModel(*functions), tx)(
             params, tx.init(params), workspace, BATCH
         )

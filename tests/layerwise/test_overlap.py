@@ -158,7 +158,9 @@ def test_numbers_are_optaxs(monkeypatch, layers, how):
             optax.masked(po.paged_sgd(0.1, momentum=0.9, **SETTINGS), heavy(params)),
         )
         key = next(keys)
-        some = lambda x: jax.device_put(jax.random.uniform(key, x.shape), x.sharding)
+        random = lambda x: jax.random.uniform(key, x.shape)
+        # A traced leaf has no sharding.
+        some = lambda x: jax.device_put(random(x), getattr(x, "sharding", None))
         init = lambda params: jax.tree.map(
             lambda x: some(x) if x.ndim else x, tx.init(params)
         )
