@@ -27,7 +27,7 @@ from jaxtyping import Bool, PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.validation import check_count, check_transformation
+from paged_optax.backend.validation import check_transformation
 from paged_optax.transform.checks import check_arguments, refuse_host
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
@@ -95,11 +95,6 @@ class _Wrapped(NamedTuple):
 
     def inside(self, state: PyTree) -> PyTree:
         """Returns the wrapped transformation's part of a state."""
-        if not hasattr(state, self.field):
-            raise ValueError(
-                f"state, of type {type(state).__name__}, has no {self.field}: pass the"
-                " state that init of this wrapper made, not that of what it wraps."
-            )
         return getattr(state, self.field)
 
 
@@ -149,10 +144,6 @@ class MultiSteps(optax.MultiSteps):
       An object with `init`, `update`, `has_updated` and `gradient_transformation`,
       whose state is an `optax.MultiStepsState`.
 
-    Raises:
-      ValueError: If `opt` is no transformation, or `every_k_schedule` is below 1.
-      TypeError: If `every_k_schedule` is neither an int nor a function.
-
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
       >>> tx = po.MultiSteps(po.paged_adamw(1e-3), every_k_schedule=2)
@@ -175,8 +166,6 @@ class MultiSteps(optax.MultiSteps):
         accumulator_dtype: DTypeLike = jnp.float32,
     ):
         check_transformation("opt", opt)
-        if not callable(every_k_schedule):
-            check_count("every_k_schedule", every_k_schedule, 1)
         super().__init__(
             _PROBE,
             every_k_schedule,
@@ -234,7 +223,6 @@ def apply_if_finite(
       >>> float(jnp.abs(updates["w"]).max()), int(state.notfinite_count)
       (0.0, 1)
     """
-    check_count("max_consecutive_errors", max_consecutive_errors, 0)
     wrapper = optax.apply_if_finite(_PROBE, max_consecutive_errors)
     return _around(wrapper, inner, zero=True, kind=IfFinite)
 
@@ -337,17 +325,11 @@ def lookahead(
       <https://arxiv.org/abs/1907.08610>`_, 2019.
     """
     check_transformation("fast_optimizer", fast_optimizer)
-    check_count("sync_period", sync_period, 1)
     wrapper = optax.lookahead(fast_optimizer, sync_period, slow_step_size)
 
     def update(
         updates: optax.Updates, state: PyTree, params: PyTree = None
     ) -> tuple[optax.Updates, PyTree]:
-        if not (hasattr(params, "fast") and hasattr(params, "slow")):
-            raise ValueError(
-                f"params is of type {type(params).__name__}: pass the"
-                " optax.LookaheadParams that init was given."
-            )
         check_arguments(*map(as_pure, (updates, state, params)))
         if not reset_state:
             return wrapper.update(updates, state, params)

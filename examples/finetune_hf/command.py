@@ -17,7 +17,7 @@ import numpy as np
 import paged_optax as po
 
 from .arguments import WAYS, parse_arguments
-from .display import picture, progress
+from .display import picture, progress, reporter
 from .folder import FolderError, refuse_existing
 from .run import POOL, Run, pinned_gigabytes
 from .store import Store, working
@@ -61,9 +61,15 @@ def train(run: Run) -> None:
     start = store.latest() or 0
     carry = store.restore(start, run.target()) if start else run.carry()
     store.begin()
-    asked, step = asked_to_stop(), run.step(carry)
+    began = time.perf_counter()
+    print("compiling", flush=True)
+    step = run.step(carry)
+    print(f"compiled in {time.perf_counter() - began:.0f} seconds", flush=True)
+    asked = asked_to_stop()
     given = itertools.islice(run.batches(), start, run.steps)
-    with store.losses(start) as note, progress(run.steps, start) as shown:
+    shows = progress(run.steps, start, run.args.log_every)
+    report = reporter(run.args.report_to, vars(run.args))
+    with store.losses(start) as note, shows as shown:
         for number, batch in enumerate(given, start + 1):
             began = time.perf_counter()
             *carry, output = step(*carry, batch, *run.frozen)
@@ -75,7 +81,8 @@ def train(run: Run) -> None:
             rate = batch["tokens"].size / (time.perf_counter() - began)
             held = evaluated(run, carry[0]) if due(run, number) else ""
             note(number, loss, held)
-            shown(loss, rate)
+            shown(number, loss, rate, held)
+            report(number, {"loss": loss, "held out": held, "tokens/s": rate})
             last = asked or number == run.args.stop_after
             if last or number % run.args.save_every == 0 or number == run.steps:
                 store.save(number, carry)
@@ -87,16 +94,28 @@ def train(run: Run) -> None:
         print(f"stopped after step {number}. To go on: python {again}")
         sys.exit(128 + asked[0] if asked else 0)
     run.method.write(run.folder, run.args.output, run.split, carry[0])
-    picture(store.path / "losses.csv", run.args.output / "losses.png")
+    for name in ("losses.csv", "run.json"):
+        shutil.copy(store.path / name, run.args.output / name)
+    picture(run.args.output / "losses.csv", run.args.output / "losses.png")
     shutil.rmtree(store.path)
     print(f"wrote {run.args.output}")
 
 
 def asked_to_stop() -> list[int]:
-    """The signals that will have asked to; the step that runs comes to its end."""
+    """The signals that will have asked to; the step that runs comes to its end.
+
+    A second one ends the command at once.
+    """
     asked = list[int]()
+
+    def stop(number: int, frame: object) -> None:
+        print("\nstopping after this step; once more: at once", flush=True)
+        asked.append(number)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: asked.append(number))
+        signal.signal(number, stop)
     return asked
 
 

@@ -1,29 +1,73 @@
-"""What a training run shows: a bar as it goes, and a picture of its losses."""
+"""What a training run shows: lines or a bar, a report, and a picture of its losses."""
 
 import contextlib
 import csv
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
+
+from .folder import FolderError
+
+#: Takes a step's number, loss, tokens a second, and held-out loss or "".
+Show = Callable[[int, float, float, float | str], None]
 
 
 @contextlib.contextmanager
-def progress(steps: int, start: int) -> Iterator[Callable[[float, float], None]]:
-    """A bar with loss, tokens a second and device memory."""
-    words = "loss {task.fields[loss]:.4f}, {task.fields[rate]:,.0f} tokens/s"
-    columns = "step {task.completed:.0f}/{task.total:.0f}", BarColumn(), words
-    fields = {"loss": float("nan"), "rate": 0.0, "memory": ""}
-    with Progress(*columns, "{task.fields[memory]}", TimeRemainingColumn()) as bar:
-        task = bar.add_task("", total=steps, completed=start, **fields)
+def progress(steps: int, start: int, every: int) -> Iterator[Show]:
+    """A bar with loss, tokens a second and memory; without a terminal some lines."""
 
-        def advance(loss: float, rate: float) -> None:
-            peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-            memory = "" if peak is None else f"{peak / 2**30:.1f} GiB"
-            bar.update(task, advance=1, loss=loss, rate=rate, memory=memory)
+    def words(loss: float, rate: float) -> str:
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        memory = "" if peak is None else f", {peak / 2**30:.1f} GiB"
+        return f"loss {loss:.4f}, {rate:,.0f} tokens/s{memory}"
 
-        yield advance
+    columns = "step {task.completed:.0f}/{task.total:.0f}", BarColumn()
+    console = Console()
+    bar = Progress(
+        *columns, "{task.fields[words]}", TimeRemainingColumn(), console=console
+    )
+
+    def show(number: int, loss: float, rate: float, held: float | str) -> None:
+        text, is_last = words(loss, rate), number == steps
+        if console.is_terminal:
+            bar.update(task, advance=1, words=text)
+        elif number % every == 0 or is_last or number == start + 1:
+            print(f"step {number}/{steps}: {text}", flush=True)
+        if held != "":
+            bar.console.print(f"step {number}: held-out loss {held:.4f}")
+
+    with bar if console.is_terminal else contextlib.nullcontext():
+        task = bar.add_task("", total=steps, completed=start, words="")
+        yield show
+
+
+def reporter(kind: str, arguments: Mapping[str, Any]) -> Callable[..., None]:
+    """Reports a step's numbers to TensorBoard or Weights & Biases, or to nothing."""
+    known = lambda values: {n: x for n, x in values.items() if x != ""}
+    try:
+        if kind == "tensorboard":
+            from tensorboardX import SummaryWriter
+
+            writer = SummaryWriter(f"{arguments['output']}.tensorboard")
+            return lambda number, values: [
+                writer.add_scalar(name, x, number) for name, x in known(values).items()
+            ]
+        if kind == "wandb":
+            import wandb
+
+            settings = {name: str(x) for name, x in arguments.items()}
+            run = wandb.init(project="finetune_hf", config=settings)
+            return lambda number, values: run.log(known(values), step=number)
+    except ImportError as error:
+        raise FolderError(
+            f"--report-to {kind}: {error}. pip install"
+            f" {'tensorboardX' if kind == 'tensorboard' else kind}."
+        ) from None
+    return lambda number, values: None
 
 
 def picture(losses: pathlib.Path, path: pathlib.Path) -> None:

@@ -183,7 +183,8 @@ class Decoder:
 
     def refuse_tokens(self, rows: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Refuses tokens that have no embedding."""
-        most = max((int(row["tokens"].max()) for row in rows), default=0)
+        names = "tokens", "labels"
+        most = max((int(row[name].max()) for row in rows for name in names), default=0)
         if most >= (entries := self.config["vocab_size"]):
             raise FolderError(
                 f"the tokenizer makes token {most}, and config.json says"

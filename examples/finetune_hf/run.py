@@ -20,7 +20,7 @@ from .arguments import LENGTH, RATES, WAYS
 from .folder import Folder, FolderError
 from .methods import Full, Lora, Method
 from .model import Decoder
-from .text import Row, batches, documents, rows
+from .text import Row, batches, documents, fitted, rows
 
 PyTree = Any
 
@@ -60,7 +60,17 @@ class Run:
         folder = Folder.open(args.checkpoint)
         decoder = Decoder.of(folder, args.dtype or folder.dtype)
         args.length = decoder.length(args.length, LENGTH)
-        found = rows(documents(args.text, tokenizer_of(args.checkpoint)), args.length)
+        args.batch *= args.gradient_accumulation
+        if args.gradient_accumulation > 1:
+            print(f"batch: {args.batch} rows a step, added up one at a time")
+        read = documents(args.text, tokenizer_of(args.checkpoint))
+        fit, longer = fitted(read, args.length, args.too_long)
+        if longer:
+            how = (
+                "left out" if args.too_long == "drop" else f"cut at the {args.too_long}"
+            )
+            print(f"text: {longer} of {len(read)} are longer than a row, and {how}")
+        found = rows(fit, args.length)
         decoder.refuse_tokens(found)
         aside = math.ceil(args.held_out * len(found))
         train, held_out = found[: len(found) - aside], found[len(found) - aside :]
@@ -87,15 +97,13 @@ class Run:
             method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
         args.learning_rate = args.learning_rate or RATES[args.method]
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, args.learning_rate, max(1, round(args.warmup * steps)), steps + 1
-        )
-        how = {"b2": 0.95, "weight_decay": args.weight_decay}
+        rate = schedule(args.lr_scheduler_type, args.learning_rate, args.warmup, steps)
+        how = {"b2": 0.95, "weight_decay": args.weight_decay, "mask": decayed}
         if decoder.dtype.itemsize == 4:
-            tx = po.paged_adamw(schedule, **how)
+            tx = po.paged_adamw(rate, **how)
         else:
             how["master_remainders"] = method.frozen is None
-            tx = po.paged_adamw_8bit(schedule, **how)
+            tx = po.paged_adamw_8bit(rate, **how)
         split = po.split_layers(
             method.loss, method.params, train[0], frozen=method.frozen
         )
@@ -218,6 +226,28 @@ class Run:
 
     def batches(self) -> Iterator[Row]:
         return batches(self.train, self.args.batch, self.args.seed)
+
+
+def schedule(kind: str, rate: float, warmup: float, steps: int) -> optax.Schedule:
+    """The rate of each step: a linear warmup, and a decay to 0 after the last."""
+    first = 0 if kind == "constant" else max(1, round(warmup * steps))
+    # The step before the first has the rate 0.
+    rest = steps + 1 - first
+    after = {
+        "cosine": optax.cosine_decay_schedule(rate, max(1, rest)),
+        "linear": optax.linear_schedule(rate, 0.0, rest),
+    }.get(kind, optax.constant_schedule(rate))
+    ramp = optax.linear_schedule(0.0, rate, first)
+    joined = optax.join_schedules([ramp, after], [first])
+    return lambda count: joined(count + 1)
+
+
+def decayed(params: PyTree) -> PyTree:
+    """True for the parameters that decay: all but norms and biases."""
+    name = lambda path: jax.tree_util.keystr(path).lower()
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: "norm" not in name(path) and "bias" not in name(path), params
+    )
 
 
 def from_numpy(tree: PyTree) -> PyTree:

@@ -118,7 +118,6 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
 
 
 def _params(eqn: core.JaxprEqn) -> tuple[tuple[str, Hashable], ...]:
-    """Returns an equation's parameters, to be compared."""
     if eqn.primitive.name not in _DERIVATIVES:
         return tuple([(k, _comparable(v)) for k, v in eqn.params.items()])
     # Every call creates new functions for its derivatives.
@@ -181,7 +180,6 @@ class Flat:
     def _inline(
         self, called: core.ClosedJaxpr, operands: Sequence[Operand]
     ) -> list[Operand]:
-        """Adds a jaxpr's equations and constants; returns its outputs."""
         jaxpr = called.jaxpr
         scope = dict(zip(jaxpr.invars, operands, strict=True))
         for var, value in zip(jaxpr.constvars, called.consts, strict=True):
@@ -255,14 +253,7 @@ class Flat:
         producer: dict[int, int],
         shape: tuple[int, ...],
     ) -> tuple[Program, tuple[int, ...]]:
-        """Extracts the equations of some results, and the program's arguments.
-
-        Args:
-          results: The values to compute.
-          within: True if the equation of a value belongs to the program.
-          producer: For each computed value the position of its equation.
-          shape: The leaf's shape.
-        """
+        """Extracts the equations `within` of some results, and their arguments."""
         needed: set[int] = set()
         stack = [x for x in results if not isinstance(x, Constant)]
         while stack:

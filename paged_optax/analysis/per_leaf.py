@@ -60,34 +60,20 @@ class CrossLeafError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Followed:
-    """A computation, with the parameter that each value depends on.
-
-    Attributes:
-      flat: The computation.
-      owners: For each argument the parameter it belongs to, or None.
-      of_moments: Values computed from moments, which may be on the host.
-      owner: For each value the parameter that it depends on, or None.
-      producer: For each computed value the position of its equation.
-      joined: Values that are all parameters, concatenated.
-    """
+    """A computation, with the parameter that each value depends on."""
 
     flat: Flat
-    owners: Sequence[int | None]
-    of_moments: set[int]
-    owner: list[int | None]
-    producer: dict[int, int]
-    joined: dict[int, None]
+    owners: Sequence[int | None]  # of each argument
+    of_moments: set[int]  # values computed from moments, which may be on the host
+    owner: list[int | None]  # of each value: the parameter that it depends on
+    producer: dict[int, int]  # of each computed value: the position of its equation
+    joined: dict[int, None]  # values that are all parameters, concatenated
 
     @classmethod
     def of(
         cls, flat: Flat, owners: Sequence[int | None], name: Callable[[int], str]
     ) -> "_Followed":
-        """Propagates the owners of arguments through all equations.
-
-        Raises:
-          CrossLeafError: If a value depends on two parameters, or if concatenated
-            leaves depend on moments.
-        """
+        """Propagates the owners of arguments through all equations."""
         moments = [
             value
             for value, owner in enumerate(owners)
@@ -132,7 +118,6 @@ class _Followed:
 
     @property
     def full(self) -> tuple[int, ...]:
-        """The shape of all parameters, concatenated."""
         return self.flat.shape(next(iter(self.joined))) if self.joined else ()
 
     def is_shared(self, value: int) -> bool:
@@ -142,7 +127,6 @@ class _Followed:
         return small or value in self.joined
 
     def is_direct(self, value: Operand, place: int | None) -> bool:
-        """Returns whether an output is shared, or an argument in its own place."""
         if isinstance(value, Constant):
             return True
         # Arguments in other places are copied as results: a codec may store them. A
@@ -153,7 +137,6 @@ class _Followed:
         return value not in self.producer and in_place
 
     def ends_joined(self, value: int) -> bool:
-        """Returns whether a value is a part of concatenated leaves."""
         if self.owner[value] != _JOINED or value in self.joined:
             return False
         equation = self.flat.equations[self.producer[value]]
@@ -162,12 +145,7 @@ class _Followed:
     def grouped(
         self, by_places: Sequence[int | None], replaced: Sequence[int]
     ) -> tuple[dict[Hashable, list[int]], list[tuple[int, Operand]], list[int | None]]:
-        """Groups the outputs by leaf; for the arguments see `analyse`.
-
-        Returns:
-          Positions of the outputs of each leaf, positions and operands of the direct
-          outputs, and the owner of each output.
-        """
+        """Returns outputs by leaf, direct outputs, and the owner of each output."""
         groups: dict[Hashable, list[int]] = {}
         direct: list[tuple[int, Operand]] = []
         owners: list[int | None] = []

@@ -152,17 +152,11 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class NumberedProgram:
-    """A program of numbered values.
-
-    Attributes:
-      program: The computation.
-      inputs: Numbers of its arguments.
-      outputs: Numbers of its results, or positions of outputs.
-    """
+    """A program of numbered values."""
 
     program: Program
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # numbers of its arguments
+    outputs: tuple[int, ...]  # numbers of its results, or positions of outputs
 
     def __call__(self, values: Mapping[int, PyTree]) -> dict[int, PyTree]:
         """Returns the results, by their numbers."""
@@ -172,26 +166,15 @@ class NumberedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class LeafUpdate:
-    """The update of one parameter, or of one moment that no gradient enters.
-
-    Attributes:
-      program: The computation.
-      inputs: Numbers of the program's arguments.
-      outputs: Positions of its first results among the traced function's outputs.
-      between: Numbers of its other results, from which the tail is computed.
-      avals: The results' shapes and dtypes.
-      shape: The leaf's shape, common to all arrays of an element-wise program.
-      owner: The parameter of its gradient, or else of its position; None if there is no
-        single one.
-    """
+    """The update of one parameter, or of one moment that no gradient enters."""
 
     program: Program
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    between: tuple[int, ...]
-    avals: tuple[ShapedArray, ...]
-    shape: tuple[int, ...]
-    owner: int | None
+    inputs: tuple[int, ...]  # numbers of the program's arguments
+    outputs: tuple[int, ...]  # positions of its first results among all outputs
+    between: tuple[int, ...]  # numbers of its other results, for the tail
+    avals: tuple[ShapedArray, ...]  # of the results
+    shape: tuple[int, ...]  # common to all arrays of an element-wise program
+    owner: int | None  # the parameter of its gradient or position; None: several
 
     @property
     def places(self) -> tuple[int | None, ...]:
@@ -201,22 +184,13 @@ class LeafUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """A traced function, as one program a leaf.
+    """A traced function, as one program a leaf."""
 
-    Attributes:
-      shared: The program of the scalars shared by all leaves.
-      leaf_updates: One program a leaf.
-      tail: The program that splits concatenated leaves; empty otherwise. Its results
-        are outputs.
-      direct: Positions and operands of outputs that need no leaf's program.
-      owners: For each output its parameter, or None.
-    """
-
-    shared: NumberedProgram
+    shared: NumberedProgram  # the scalars shared by all leaves
     leaf_updates: tuple[LeafUpdate, ...]
-    tail: NumberedProgram
-    direct: tuple[tuple[int, Operand], ...]
-    owners: tuple[int | None, ...]
+    tail: NumberedProgram  # outputs split from concatenated leaves
+    direct: tuple[tuple[int, Operand], ...]  # outputs that need no leaf's program
+    owners: tuple[int | None, ...]  # the parameter of each output
 
     @property
     def elementwise(self) -> frozenset[int]:

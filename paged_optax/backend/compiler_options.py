@@ -14,7 +14,6 @@ XLA:GPU starts a transfer early, and computes in the meantime, under two conditi
 """
 
 import os
-import pathlib
 import re
 import warnings
 from collections.abc import Mapping
@@ -91,11 +90,9 @@ def overlap_options(device: Any) -> dict[str, Any]:
 
 
 def _flags() -> dict[str, str]:
-    """Returns the flags in `XLA_FLAGS`, or in the file that it names."""
-    text = os.environ.get("XLA_FLAGS", "")
-    if not text.lstrip().startswith("-") and os.path.isfile(text):
-        text = pathlib.Path(text).read_text()
-    parts = (flag.lstrip("-").partition("=") for flag in text.split())
+    """Returns the flags in `XLA_FLAGS`."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    parts = (flag.lstrip("-").partition("=") for flag in flags)
     return {name: value for name, _, value in parts}
 
 

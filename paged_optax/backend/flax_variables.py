@@ -172,6 +172,7 @@ def fixed_variables(state: PyTree) -> PyTree:
             return x.copy(value, **stays, **dict.fromkeys(wrong))
 
         # A variable holds one array, so that codes and scales have one each.
-        return jax.tree.map(copied, x.get_raw_value())
+        value = x.get_raw_value()
+        return jax.tree.map(copied, value) if jax.tree.leaves(value) else x
 
     return jax.tree.map(settle, state, is_leaf=is_variable)

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -58,14 +58,6 @@ def is_mistyped(x: PyTree) -> bool:
     if not isinstance(x, jax.Array) or is_traced(x):
         return False
     return x.sharding.memory_kind == PINNED_HOST and not on_host(x)
-
-
-@overload
-def typed_by_memory(sharding: SingleDeviceSharding) -> NamedSharding: ...
-
-
-@overload
-def typed_by_memory(sharding: Sharding) -> Sharding: ...
 
 
 def typed_by_memory(sharding: Sharding) -> Sharding:
@@ -185,21 +177,12 @@ def device_share() -> float:
     It is 1 on a TPU. On a GPU it is `XLA_CLIENT_MEM_FRACTION`, or in older releases
     `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default three quarters
     (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
-
-    Raises:
-      ValueError: If the variable is no positive number.
     """
     if platform() == "tpu":
         return 1.0
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if text := os.environ.get(name):
-            try:
-                share = float(text)
-            except ValueError:
-                share = math.nan
-            if not share > 0:
-                raise ValueError(f"{name}={text!r} is no share: set one such as 0.9.")
-            return min(1.0, share)
+            return min(1.0, float(text))
     return 0.75
 
 

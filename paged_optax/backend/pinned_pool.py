@@ -7,7 +7,7 @@ therefore take twice the arrays' bytes; the limit bounds the last region.
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 #: In whole GiB: XLA multiplies it by 2^30.
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -16,13 +16,10 @@ _GIB = 1 << 30
 _FIRST_REGION = 2 << 20  # bytes
 _UNIT = 256  # bytes: all chunks are multiples
 _SPLIT = 128 << 20  # a chunk is split if it exceeds the request by so many bytes
-_PIECE = 64 << 20  # bytes of an array, where only the total is known
 # Bounds of the limit over the arrays' bytes. Transfers of arrays that are not pinned
 # take memory of the pool too.
 _MOST = 1.15
 _LEAST = 33 / 32
-
-ArrayBytes = int | Sequence[int]
 
 
 def pool_limit() -> int:
@@ -30,12 +27,11 @@ def pool_limit() -> int:
     return int(os.environ.get(POOL_LIMIT, "64")) * _GIB
 
 
-def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
+def pinned_bytes(arrays: Sequence[int], limit: int | None = None) -> int | None:
     """Simulates the pool by the rules of XLA's `tsl/framework/bfc_allocator.cc`.
 
     Args:
-      needed: Bytes of each array in host memory, in the order of their allocation; or
-        the total of many small ones.
+      arrays: Bytes of each array in host memory, in the order of their allocation.
       limit: The pool's limit in bytes; None: `pool_limit()`.
 
     Returns:
@@ -44,7 +40,7 @@ def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
     limit = pool_limit() if limit is None else limit
     free: list[int] = []
     region, taken = _FIRST_REGION, 0
-    for size in _arrays(needed):
+    for size in filter(None, arrays):
         asked = -(-size // _UNIT) * _UNIT
         if not any(chunk >= asked for chunk in free):
             # A new region: the last one doubled until it holds the array, within the
@@ -69,21 +65,14 @@ def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
     return taken
 
 
-def limit_gigabytes(needed: ArrayBytes) -> int:
+def limit_gigabytes(arrays: Sequence[int]) -> int:
     """Returns a value of `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` for arrays.
 
     It is 1.15 times the arrays' bytes, rounded down, if the pool then has room for the
     arrays and a 32nd of their bytes; otherwise the smallest value with this room.
     """
-    total = sum(_arrays(needed)) / _GIB
+    total = sum(arrays) / _GIB
     gigabytes = max(1, math.ceil(_LEAST * total), math.floor(_MOST * total))
-    while pinned_bytes(needed, gigabytes * _GIB) is None:
+    while pinned_bytes(arrays, gigabytes * _GIB) is None:
         gigabytes += 1
     return gigabytes
-
-
-def _arrays(needed: ArrayBytes) -> Iterable[int]:
-    if not isinstance(needed, int):
-        return filter(None, needed)
-    pieces, rest = divmod(needed, _PIECE)
-    return filter(None, (*[_PIECE] * pieces, rest))

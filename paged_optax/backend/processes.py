@@ -11,7 +11,7 @@ import json
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import jax
 from jax import Array
@@ -31,7 +31,6 @@ _numbers = itertools.count()
 _agreed: set[bytes] = set()
 
 
-@runtime_checkable
 class Store(Protocol):
     """The coordinator's key-value store."""
 
@@ -45,12 +44,9 @@ class Store(Protocol):
 
 def store_of_processes() -> Store | None:
     """Returns the coordinator's store, a private name of JAX; None without one."""
-    try:
-        from jax._src import distributed
+    from jax._src import distributed
 
-        return distributed.global_state.client
-    except (AttributeError, ImportError):
-        return None
+    return distributed.global_state.client
 
 
 def spans_processes(tree: PyTree) -> bool:
@@ -91,11 +87,10 @@ def _error(store: Store, key: str, mine: bytes) -> str:
     deadline, process = time.monotonic() + PATIENCE, jax.process_index()
     if process == 0:
         write("0", mine)
-        others = range(1, jax.process_count())
-        read = [_read(store, f"{key}/{other}", deadline) for other in others]
         errors = [
             _missing(other) if x is None else x.decode()
-            for other, x in zip(others, read, strict=True)
+            for other in range(1, jax.process_count())
+            for x in [_read(store, f"{key}/{other}", deadline)]
         ]
         error = next(filter(None, errors), "")
         write("all", error.encode())
@@ -131,20 +126,15 @@ def _missing(process: int) -> str:
 def _difference(first: bytes, mine: bytes, process: int) -> str:
     if first == mine:
         return ""
-    (call, values), (my_call, my_values) = (
-        json.loads(zlib.decompress(x)) for x in (first, mine)
-    )
-    if call != my_call:
-        return (
-            f"process 0 calls {call}, and process {process} {my_call}. All processes"
-            " make the same calls, in the same order: if one restores a state, all do."
-        )
+    calls = [json.loads(zlib.decompress(x)) for x in (first, mine)]
+    values, my_values = ({"the call": {"": call}, **x} for call, x in calls)
     lines = [*_differences(values, my_values, process)]
     more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+    where = "; ".join(lines[:3])
     return (
-        f"processes were given different things: {'; '.join(lines[:3])}{more}. They"
-        " would compile other programs, and wait for each other forever: build the same"
-        " in every process."
+        f"processes were given different things: {where}{more}. They would compile"
+        " other programs, and wait for each other forever: build the same in every"
+        " process."
     )
 
 

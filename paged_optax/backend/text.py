@@ -73,9 +73,7 @@ def parse_bytes(name: str, size: object) -> int:
     Raises:
       ValueError: If it is no size, negative, or 2^63 bytes or more.
     """
-    shown = ""
     if isinstance(size, str):
-        shown = f"={size[:40]!r}"
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         unit = match and _UNITS.get(match[2] or "B")
         if match is None or unit is None:
@@ -98,7 +96,7 @@ def parse_bytes(name: str, size: object) -> int:
     if size < 0:
         raise ValueError(f"{name}={size} is negative: pass bytes, such as '16MiB'.")
     if size >= 2**63:
-        raise ValueError(f"{name}{shown} is more than 2^63 bytes.")
+        raise ValueError(f"{name} is more than 2^63 bytes.")
     return int(size)
 
 
@@ -113,42 +111,18 @@ def readable_bytes(size: int | float) -> str:
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns aligned columns under a ruled heading; the last is right-aligned."""
-    cells = [tuple(map(str, titles)), *(tuple(map(str, row)) for row in rows)]
+    cells = [[*map(str, row)] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    line = lambda row: "  ".join(
-        [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        + [row[-1].rjust(widths[-1])]
-    )
+    cells.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        [line(cells[0]), "  ".join("-" * width for width in widths)]
-        + [line(row) for row in cells[1:]]
+        "  ".join((*map(str.ljust, row[:-1], widths), row[-1].rjust(widths[-1])))
+        for row in cells
     )
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table, with rich on a terminal of sufficient width."""
-    rows = list(rows)
-    text = table(titles, rows)
-    if sys.stdout.isatty():
-        try:
-            from rich.box import SIMPLE_HEAD
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            console = Console(markup=False)
-            rich_table = Table(box=SIMPLE_HEAD)
-            for i, title in enumerate(titles):
-                last = i == len(titles) - 1
-                rich_table.add_column(title, justify="right" if last else "left")
-            for row in rows:
-                rich_table.add_row(*row)
-            # A measurement is limited to the width of its console.
-            if Console(width=1000).measure(rich_table).maximum <= console.width:
-                console.print(rich_table)
-                return
-    print(text)
+    """Prints a table."""
+    print(table(titles, rows))
 
 
 def track(items: Iterable[T], what: str, total: int, shown: bool = True) -> Iterator[T]:

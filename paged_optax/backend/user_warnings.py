@@ -9,18 +9,11 @@ _LIBRARIES = {"paged_optax", "jax", "jaxlib", "optax", "flax"}
 
 
 def warn_user(message: str) -> None:
-    """Warns at the innermost line outside libraries, once for each line.
-
-    Args:
-      message: The warning's text.
-    """
-    first = frame = inspect.currentframe()
-    while frame is not None and _module(frame).partition(".")[0] in _LIBRARIES:
+    """Warns at the innermost line outside libraries, once for each line."""
+    frame = inspect.currentframe()
+    assert frame is not None  # CPython has frames
+    while _module(frame).partition(".")[0] in _LIBRARIES and frame.f_back:
         frame = frame.f_back
-    frame = frame or first
-    if frame is None:  # this Python has no frames
-        warnings.warn(message, stacklevel=2)
-        return
     warnings.warn_explicit(
         message,
         UserWarning,

@@ -8,8 +8,6 @@ from typing import NoReturn
 
 from paged_optax.cli import doctor, plan
 
-_PROGRAM = "python -m paged_optax"
-
 
 class _Parser(argparse.ArgumentParser):
     """A parser with errors of one line instead of the usage."""
@@ -27,25 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, or 1 if a command failed or a test did.
     """
-    commands = {"plan": plan, "doctor": doctor}
-    examples = [f"  {_PROGRAM} {command.EXAMPLE}" for command in commands.values()]
-    parser = _Parser(
-        prog=_PROGRAM,
-        description=__doc__,
-        epilog="\n".join(["examples:", *examples]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _Parser(prog="python -m paged_optax", description=__doc__)
     parser.set_defaults(run=lambda options: parser.print_help() or 0)
     choices = parser.add_subparsers(title="commands", metavar="command")
-    for name, command in commands.items():
-        summary = (command.__doc__ or "").splitlines()[0]
-        subparser = choices.add_parser(
-            name,
-            usage=f"{_PROGRAM} {name} [options]",
-            help=summary,
-            description=summary,
-            epilog=f"example: {_PROGRAM} {command.EXAMPLE}",
-        )
+    for command in (plan, doctor):
+        name, summary = command.__name__.rpartition(".")[2], command.__doc__
+        subparser = choices.add_parser(name, help=summary, description=summary)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
@@ -56,8 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"paged_optax: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130

@@ -2,9 +2,8 @@
 
 A new codec has the methods of `Codec`, in a file of its own or in `floats`, and a name
 in `paged_optax.codecs.registry`; a user's own is passed as an object, `paged(...,
-codec=...)`. `layout` arranges its codes in memory by `Codec.stored`: codes have the
-moment's shape, or are pairs along its last axis. A codec of fewer than eight bits has
-an attribute `bits`.
+codec=...)`. `layout` arranges its codes, of the moment's shape, in memory. A codec of
+fewer than eight bits has an attribute `bits`.
 """
 
 import math
@@ -44,7 +43,7 @@ else:
         `paged_optax.codecs.identity`. `codes` and `scales` read any container.
 
         Attributes:
-          codes: A code for each value, in the moment's shape; two 4-bit codes a byte.
+          codes: A code for each value, in the moment's shape.
           scales: A float32 scale for each block of the flattened moment.
         """
 

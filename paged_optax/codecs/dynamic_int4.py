@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jaxtyping import Float32, Int32, UInt8
+from jax import Array
+from jaxtyping import Float32
 
 from paged_optax.codecs.codec import Noise, Quantized
 from paged_optax.codecs.dynamic_int8 import dynamic_map
@@ -20,7 +19,6 @@ from paged_optax.codecs.packing import (
     divide,
     from_bits,
     from_blocks,
-    interleave,
     lookup,
     to_blocks,
 )
@@ -28,7 +26,7 @@ from paged_optax.codecs.packing import (
 
 @dataclasses.dataclass(frozen=True)
 class DynamicInt4:
-    """Stores half a byte a value: 0.5 + 4/128 bytes.
+    """Stores half a byte a value: 0.5 + 4/128 bytes in words of eight codes.
 
     First moments use the signed dynamic map of three decades. Second moments use the 16
     multiples of 1/16, without zero. Codes and scales equal torchao's `Adam4bit`. The
@@ -39,20 +37,18 @@ class DynamicInt4:
     state. torchao stores it again with scale 1e-12, so that zeros of a second moment
     become 6.25e-14.
 
-    Two codes share a byte along the last axis, the first in the higher bits; the last
-    byte of a row of odd length has one code. If a block has NaN or an infinity, its
-    scale and all its values decode to NaN or an infinity.
+    A code takes a byte here; `layout` packs the codes of matrices into words. If a
+    block has NaN or an infinity, its scale and all its values decode to NaN or an
+    infinity.
 
     Attributes:
       signed: If True, the map has negative numbers.
-      paired: If True, two codes share a byte, else each has one.
 
     Example:
       >>> import jax.numpy as jnp
       >>> codec = DynamicInt4(signed=False)
-      >>> stored = codec.encode(jnp.array([[1.0, 0.5, 0.1]]))
-      >>> [hex(byte) for byte in stored.codes[0].tolist()]
-      ['0xf7', '0x10']
+      >>> codec.encode(jnp.array([1.0, 0.5, 0.1])).codes.tolist()
+      [15, 7, 1]
 
     References:
       Li et al., `Memory Efficient Optimizers with 4-bit States
@@ -61,7 +57,6 @@ class DynamicInt4:
     """
 
     signed: bool = True
-    paired: bool = True
     name = "dynamic_int4"
     block = 128
     draws = False
@@ -70,7 +65,7 @@ class DynamicInt4:
     def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
         """Returns uint8 codes, and a float32 scale for each block."""
         return Quantized(
-            jax.ShapeDtypeStruct(_packed(shape) if self.paired else shape, jnp.uint8),
+            jax.ShapeDtypeStruct(shape, jnp.uint8),
             jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
         )
 
@@ -86,13 +81,7 @@ class DynamicInt4:
         # The code is the number of thresholds that the value reaches.
         for threshold in _thresholds(self.signed):
             codes = codes + (scaled >= np.float32(threshold)).astype(jnp.int32)
-        # Bytes and blocks are padded with zeros.
-        zero = sum(threshold <= 0 for threshold in _thresholds(self.signed))
-        codes = codes.astype(jnp.uint8)
-        if self.paired:
-            codes = _pack(codes, page.shape, zero)
-        else:
-            codes = from_blocks(codes, page.shape)
+        codes = from_blocks(codes.astype(jnp.uint8), page.shape)
         scales = jnp.where(bits(largest) == 0, largest, divisors)
         return Quantized(codes, scales)
 
@@ -100,10 +89,7 @@ class DynamicInt4:
         self, stored: Quantized[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Returns a page in float32."""
-        if self.paired:
-            codes = _unpack(stored.codes, shape, self.block)
-        else:
-            codes = to_blocks(stored.codes, self.block).astype(jnp.int32)
+        codes = to_blocks(stored.codes, self.block).astype(jnp.int32)
         numbers = lookup(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
         return from_blocks(from_bits(numbers) * stored.scales[:, None], shape)
 
@@ -139,44 +125,3 @@ def _thresholds(signed: bool) -> tuple[float, ...]:
             x = np.nextafter(x, up)
         thresholds.append(float(x))
     return tuple(thresholds)
-
-
-def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-1], -(-shape[-1] // 2)) if shape else ()
-
-
-def _pairs_run_on(shape: tuple[int, ...]) -> bool:
-    """Returns whether pairs along the last axis are pairs of the flattened moment."""
-    return not shape or shape[-1] % 2 == 0 or math.prod(shape[:-1]) == 1
-
-
-def _pack(
-    codes: UInt8[Array, "blocks block"], shape: tuple[int, ...], fill: int
-) -> UInt8[Array, "*packed"]:
-    if not _pairs_run_on(shape):
-        rows = from_blocks(codes, shape).reshape(-1, shape[-1])
-        codes = jnp.pad(rows, ((0, 0), (0, 1)), constant_values=fill)
-    pairs = (codes[:, ::2] << np.uint8(4)) | codes[:, 1::2]
-    return from_blocks(pairs, _packed(shape))
-
-
-def _unpack(
-    packed: UInt8[Array, "*packed"], shape: tuple[int, ...], block: int
-) -> Int32[Array, "blocks block"]:
-    run_on = _pairs_run_on(shape)
-    width = block // 2 if run_on else packed.shape[-1]
-    rows = to_blocks(packed, width).astype(jnp.int32)
-    # A last axis of two would take 64 times the space on a TPU; elsewhere it vectorizes
-    # better than padding between the columns.
-    between = lambda rows: interleave([rows >> np.int32(4), rows & np.int32(15)], 1)
-    codes = lax.platform_dependent(rows, tpu=between, default=_repeat)
-    return codes if run_on else to_blocks(codes[:, : shape[-1]], block)
-
-
-def _repeat(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
-    count, half = rows.shape
-    twice = jnp.broadcast_to(rows[:, :, None], (count, half, 2)).reshape(
-        count, 2 * half
-    )
-    column = lax.broadcasted_iota(jnp.int32, twice.shape, 1)
-    return (twice >> (4 - 4 * (column & np.int32(1)))) & np.int32(15)

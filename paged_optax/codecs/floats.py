@@ -71,23 +71,11 @@ class BFloat16Codec:
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
     ) -> BFloat16[Array, "*shape"]:
-        """Rounds a page to bfloat16; infinities and NaN are kept.
-
-        Args:
-          page: The values.
-          noise: The noise of stochastic rounding.
-
-        Raises:
-          ValueError: If stochastic rounding has no noise.
-        """
+        """Rounds a page to bfloat16; infinities and NaN are kept."""
         nearest = page.astype(jnp.bfloat16)
         if not self.stochastic:
             return nearest
-        if noise is None:
-            raise ValueError(
-                "bfloat16 with stochastic rounding needs noise: pass"
-                " encode(page, draw(key, step, start))."
-            )
+        assert noise is not None
         pattern = lax.bitcast_convert_type(page, jnp.uint32)
         pattern = (pattern + _sixteen_bits(noise, page.shape)) & _UPPER_HALF
         rounded = lax.bitcast_convert_type(pattern, jnp.float32)

@@ -64,13 +64,7 @@ def is_codes_field(name: str) -> bool:
 
 def _name_of(codec: Codec) -> str:
     inside = getattr(codec, "codec", codec)  # of an `Arranged`
-    name = getattr(inside, "name", type(inside).__name__)
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(
-            f"codec {codec!r} has name={name!r}, which becomes a part of a field's"
-            " name: use letters, digits and '_', as in 'fixed8'."
-        )
-    return name
+    return getattr(inside, "name", type(inside).__name__)
 
 
 def quantized_as(field: str, codes: Leaf, scales: Leaf) -> Quantized[Leaf]:

@@ -22,7 +22,6 @@ from jaxtyping import Float32, PyTree
 from paged_optax.backend import tiling
 from paged_optax.backend.platforms import on_tpu
 from paged_optax.codecs.codec import Codec, Noise, Quantized
-from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.packing import pack, unpack
 
 Leaf = TypeVar("Leaf")
@@ -202,15 +201,12 @@ def arranged(
       >>> codec.stored((64, 512)).scales
       ShapeDtypeStruct(shape=(64, 2), dtype=float32)
     """
-    unpaired = codec
-    if isinstance(codec, DynamicInt4):
-        unpaired = dataclasses.replace(codec, paired=False)
-    stored = unpaired.stored(shape)
+    stored = codec.stored(shape)
     codes = codes_of(stored)
     bytewise = codes.dtype.itemsize == 1
     words = blocks = None
-    if codes.shape == shape and len(shape) > 1:
-        packed = 32 // _bits(unpaired)
+    if len(shape) > 1:
+        packed = 32 // _bits(codec)
         if bytewise:
             words = _axis_of_words(whole or shape, packed)
             if words is None or not _in_words(shape, words, packed):
@@ -221,7 +217,7 @@ def arranged(
                 blocks = _axis_of_blocks(shape, codec.block)
     if words is None and blocks is None and not bytewise:
         return codec
-    return Arranged(codec if words is None else unpaired, words, blocks)
+    return Arranged(codec, words, blocks)
 
 
 def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
@@ -283,9 +279,8 @@ def unarranged(
     """
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     codes, packed = codes_of(stored), 32 // _bits(codec)
-    # Moments with codes of this shape: one, a pair, or a word of them in an entry.
-    pairs = [(*codes.shape[:-1], 2 * codes.shape[-1] - odd) for odd in (0, 1)]
-    shapes = [codes.shape, *pairs, *_unpacked(codes.shape, packed)]
+    # Moments with codes of this shape: one, or a word of them in an entry.
+    shapes = [codes.shape, *_unpacked(codes.shape, packed)]
     shapes = [
         x
         for x in (dict.fromkeys(shapes) if shape is None else [shape])
@@ -326,8 +321,6 @@ def values_per_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, 
     packed = [1] * len(shape)
     if isinstance(codec, Arranged) and codec.axis is not None:
         packed[codec.axis] = codec.packed
-    elif codec is not None and codes_of(codec.stored(shape)).shape != shape:
-        packed[-1] = 2  # pairs of four bits
     return tuple(packed)
 
 

@@ -33,19 +33,12 @@ _EXPONENT = np.int32(0x7F800000)
 
 
 class DecadeLines(NamedTuple):
-    """Coefficients that reproduce the 8-bit map exactly in float32.
+    """Coefficients that reproduce the 8-bit map exactly in float32."""
 
-    Attributes:
-      factors: The factor of each decade's line.
-      words: Two bits an entry, sixteen entries a word.
-      unit: The value of one step of these bits.
-      least: The correction where they are 0.
-    """
-
-    factors: tuple[float, ...]
-    words: tuple[int, ...]
-    unit: int
-    least: int
+    factors: tuple[float, ...]  # of each decade's line
+    words: tuple[int, ...]  # two bits an entry, sixteen entries a word
+    unit: int  # the value of one step of these bits
+    least: int  # the correction where they are 0
 
     def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """Returns an entry's correction, in units of the last place."""
@@ -60,31 +53,22 @@ class MapFormula(NamedTuple):
     A position counts numbers from zero on, so that decade e begins at a power of two.
     For numbers that are rounded up from a quarter of the distance, that point is the
     midpoint.
-
-    Attributes:
-      powers: The first position of each decade.
-      slopes: Positions per unit in each decade.
-      starts: For each decade s in the formula of its midpoints: `(27 t - s) * factor`
-        is the midpoint below position t, before its correction.
-      edges: The keys of the midpoints below each decade and below 1.
-      zero: The position of 0.
-      one: The position of 1.
-      midpoints: The midpoint below each other position.
-      numbers: The number at each position.
-      positions: The higher bits of the first entry's floats, and the entries. An entry
-        is for all floats with equal higher bits. Its higher bits are the position of
-        the least of these floats. Its lowest `_LOW_BITS + 2` bits are the low bits of
-        the key of the only midpoint among them, or `_NEVER`.
     """
 
-    powers: tuple[int, ...]
-    slopes: tuple[float, ...]
+    powers: tuple[int, ...]  # the first position of each decade
+    slopes: tuple[float, ...]  # positions per unit in each decade
+    # For each decade s in the formula of its midpoints: `(27 t - s) * factor` is the
+    # midpoint below position t, before its correction.
     starts: tuple[float, ...]
-    edges: tuple[int, ...]
-    zero: int
-    one: int
-    midpoints: DecadeLines
-    numbers: DecadeLines
+    edges: tuple[int, ...]  # keys of the midpoints below each decade and below 1
+    zero: int  # the position of 0
+    one: int  # the position of 1
+    midpoints: DecadeLines  # the midpoint below each other position
+    numbers: DecadeLines  # the number at each position
+    # The higher bits of the first entry's floats, and the entries. An entry is for all
+    # floats with equal higher bits. Its higher bits are the position of the least of
+    # these floats. Its lowest `_LOW_BITS + 2` bits are the low bits of the key of the
+    # only midpoint among them, or `_NEVER`.
     positions: tuple[int, np.ndarray]
 
 

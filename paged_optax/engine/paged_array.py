@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_per_entry
 from paged_optax.engine.buffers import PagedBuffer
@@ -101,13 +100,13 @@ class PagedArray:
 
     def open(self, x: Stored) -> Buffers:
         """Returns its buffers, in the shapes that a loop holds."""
-        pairs = zip(buffers_of(x), self.parts, strict=True)
-        return tuple([x.reshape(part.opened) for x, part in pairs])
+        return tuple(
+            map(lambda x, part: x.reshape(part.opened), buffers_of(x), self.parts)
+        )
 
     def close(self, buffers: Buffers) -> Stored:
         """Undoes `open`."""
-        pairs = zip(buffers, self.parts, strict=True)
-        arrays = [x.reshape(part.shape) for x, part in pairs]
+        arrays = [*map(lambda x, part: x.reshape(part.shape), buffers, self.parts)]
         return arrays[0] if len(arrays) == 1 else Quantized(*arrays)
 
     def empty(self) -> Buffers:
@@ -115,44 +114,27 @@ class PagedArray:
         # `lax.empty` moved to the host allocates there and nowhere else. XLA:GPU of jax
         # 0.10.2 refuses to reshape it there ("Bitcast cannot have different memory
         # spaces"), so it has the shape that is cut from the start.
-        buffers = []
-        for part in self.parts:
-            x = lax.empty(part.opened, part.dtype)
-            buffers.append(jax.device_put(x, HOST) if part.on_host else x)
-        return tuple(buffers)
+        empty = lambda x: to_host(lax.empty(x.opened, x.dtype), x.on_host)
+        return tuple(map(empty, self.parts))
 
     def staged(self) -> "PagedArray":
         """Returns this array with preloaded buffers kept on the device."""
-        stay = lambda part: dataclasses.replace(part, on_host=False)
-        parts = [part if part.streamed else stay(part) for part in self.parts]
-        return PagedArray(self.codec, tuple(parts))
+        stay = lambda x: dataclasses.replace(x, on_host=x.streamed)
+        return PagedArray(self.codec, tuple(map(stay, self.parts)))
 
     def preload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Copies buffers that do not travel in pages to the device."""
-        return self._stacked(
-            [
-                tuple(
-                    [
-                        to_device(x, True).reshape(part.view or part.shape)
-                        if part.preloaded
-                        else x
-                        for x, part in zip(buffers, self.parts, strict=True)
-                    ]
-                )
-                for buffers in leaves
-            ]
+        load = lambda x, part: (
+            to_device(x, True).reshape(part.view or part.shape) if part.preloaded else x
         )
+        return self._stacked([tuple(map(load, x, self.parts)) for x in leaves])
 
     def unload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Undoes `preload`."""
-        unloaded = [
-            [
-                to_host(x.reshape(part.shape), True) if part.preloaded else x
-                for x, part in zip(buffers, self.parts, strict=True)
-            ]
-            for buffers in self._by_leaf(leaves)
-        ]
-        return tuple(map(tuple, unloaded))
+        unload = lambda x, part: (
+            to_host(x.reshape(part.shape), True) if part.preloaded else x
+        )
+        return tuple([tuple(map(unload, x, self.parts)) for x in self._by_leaf(leaves)])
 
     def _stacked(self, leaves: Sequence[Buffers]) -> LeafBuffers:
         """Stacks the scales of all leaves, so that a page's scales are one slice."""
@@ -170,15 +152,13 @@ class PagedArray:
 
     def fetch(self, buffers: Buffers, at: Page) -> Fetched:
         """Fetches the streamed buffers of a page; None for the others."""
-        pairs = zip(buffers, self.parts, strict=False)
-        return tuple([part.read(x, at) if part.streamed else None for x, part in pairs])
+        fetch = lambda x, part: part.read(x, at) if part.streamed else None
+        return tuple(map(fetch, buffers, self.parts))
 
     def read(self, at: Page, buffers: Buffers, fetched: Fetched) -> Buffers:
         """Returns an encoded page of which some buffers have been fetched."""
-        every = zip(buffers, fetched, self.parts, strict=False)
-        return tuple(
-            [part.read(x, at) if page is None else page for x, page, part in every]
-        )
+        read = lambda x, page, part: part.read(x, at) if page is None else page
+        return tuple(map(read, buffers, fetched, self.parts))
 
     def write(
         self, buffers: Buffers, page: Buffers, at: Page, travels: bool | None = None
@@ -187,13 +167,10 @@ class PagedArray:
 
         `travels`: True writes streamed buffers alone; False writes the others.
         """
-        every = zip(buffers, page, self.parts, strict=False)
-        return tuple(
-            [
-                part.write(x, new, at) if travels in (None, part.streamed) else x
-                for x, new, part in every
-            ]
+        write = lambda x, new, part: (
+            part.write(x, new, at) if travels in (None, part.streamed) else x
         )
+        return tuple(map(write, buffers, page, self.parts))
 
     def decode(self, page: LeafBuffers, shape: tuple[int, ...]) -> Array:
         """Decodes a page, joined of the leaves that share it; `shape`: of one leaf."""

@@ -48,23 +48,6 @@ CODEC_PAGE = 2**20
 _PAGES = 16
 _LEAST_PAGE = 2**20
 
-# Bytes of the pages of all moments of a leaf, if a codec stores them in blocks. XLA:GPU
-# keeps several times as much in memory.
-_CODED_PAGES = 16 * 2**20
-
-# A page costs XLA:GPU about ten kernels, at any size. Larger pages are cheap next to
-# the layers' weights on the device (`paged_optax.layerwise.layer_optimizer`). A page
-# that does not travel may exceed `page_size` by this factor.
-_LARGER_ON_DEVICE = 16
-
-# A CPU has no link, and XLA:CPU runs a loop over pages in one thread: on two cores
-# AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). A CPU updates a leaf whole,
-# unless pages are smaller than this, as in tests. Codecs, and remainders of master
-# weights, make temporary arrays as large as the update: these leaves are whole only
-# with pages of the default size. A codec of blocks always has pages.
-_WHOLE_ON_CPU = 2**20
-_WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
-
 #: A number known when traced, or a loop's variable.
 Index = Int[Array, ""] | np.int32
 
@@ -243,21 +226,3 @@ def page_entries(
             return extent // count, count
     size = -(-extent // (fewest * unit)) * unit
     return size, -(-extent // size)
-
-
-def coded_page_size(
-    moments: tuple[MomentFormat, ...], page_size: int, spare_bytes: int
-) -> int:
-    """Returns the page size on a GPU for moments that a codec stores in blocks."""
-    on_host = any(x.on_host for x in moments)
-    least = min(page_size, _CODED_PAGES // max(2, len(moments)))
-    most = page_size if on_host else _LARGER_ON_DEVICE * page_size
-    return max(least, min(most, spare_bytes))
-
-
-def whole_on_cpu(page_size: int, *, converted: bool) -> bool:
-    """Returns whether a CPU updates a leaf whole.
-
-    `converted`: the update makes temporary arrays of the leaf's size.
-    """
-    return page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)

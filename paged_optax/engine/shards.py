@@ -32,7 +32,7 @@ from jax.sharding import (
     PartitionSpec,
     Sharding,
 )
-from jaxtyping import PyTree, UInt32
+from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, Quantized, axis_of_blocks
@@ -172,24 +172,6 @@ class Shards:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardOffset:
-    """Position of this device's shard in a leaf.
-
-    Attributes:
-      start: Offset in the flattened leaf of its first value, if shards are ranges;
-        else 0.
-      part: Number of the shard, if shards are no ranges; else 0.
-    """
-
-    start: UInt32[Array, ""]
-    part: UInt32[Array, ""]
-
-    def random_words(self, words: PyTree[UInt32[Array, "2"]]) -> PyTree[Array]:
-        """Returns this shard's random words: a shard that is no range counts from 0."""
-        return jax.tree.map(lambda x: x + self.part, words)
-
-
 def on_shards(
     function: Callable[..., Sequence[PyTree[Array]]],
     shards: Shards,
@@ -197,19 +179,23 @@ def on_shards(
     codecs: Sequence[Codec | None],
     local: tuple[int, ...],
     results: Sequence[ResultLike],
-    scalars: PyTree[Array] = (),
+    trip_count: Int[Array, ""] | None = None,
+    random_words: PyTree[UInt32[Array, "2"]] = None,
 ) -> tuple[PyTree[Array], ...]:
     """Calls a function on every device, with its shards of a leaf's arrays.
 
     Args:
-      function: A function of the shard's offset, the arrays and the scalars.
+      function: A function of the arrays, the trip count, the shard's random words, and
+        the offset in the flattened leaf of its first value. A shard that is no range of
+        the flattened leaf has offset 0, and random words of its own.
       shards: The division of the leaf.
       arrays: Arrays of the leaf's shape, or of others, which are replicated.
       codecs: The codec of each array, or None.
       local: The shape of a shard.
       results: For each result the position of an array of its kind, or its codec and
         its encoded shapes.
-      scalars: A pytree of further arguments, replicated.
+      trip_count: Passed on, replicated.
+      random_words: The random words of stochastic rounding, replicated.
 
     Returns:
       The results, whole.
@@ -228,7 +214,8 @@ def on_shards(
         return x._replace(scales=reshape(x.scales))
 
     def run(
-        arrays: tuple[PyTree[Array], ...], scalars: PyTree[Array]
+        arrays: tuple[PyTree[Array], ...],
+        scalars: tuple[Int[Array, ""] | None, PyTree[UInt32[Array, "2"]]],
     ) -> tuple[PyTree[Array], ...]:
         sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
         for name in itertools.chain(*shards.axes):
@@ -236,16 +223,18 @@ def on_shards(
             number = number * np.uint32(sizes[name]) + index
         # Offsets count modulo 2**32, as offsets within the shard do.
         start = number * np.uint32(math.prod(local) % 2**32)
-        zero = jnp.uint32(0)
-        by_row = ShardOffset(zero, number)
-        offset = by_row if shards.has_rows else ShardOffset(start, zero)
+        part = jnp.uint32(0)
+        if shards.has_rows:
+            start, part = part, number
         # A shard's scales are one vector, as on one device. Outside they may have a row
         # for each part, see `Shards.stored`.
         arrays = tuple(
             with_scales(codec, x, lambda scales: scales.reshape(-1))
             for codec, x in zip(codecs, arrays, strict=True)
         )
-        new = function(offset, arrays, scalars)
+        trip_count, random_words = scalars
+        words = jax.tree.map(lambda x: x + part, random_words)
+        new = function(arrays, trip_count, words, start)
         if not shards.has_rows:
             return tuple(new)
         return tuple(
@@ -263,7 +252,7 @@ def on_shards(
         # With the check, replicated values, such as a step's number, must be cast
         # before they meet a shard's values (jax 0.12.0.1).
         check_vma=False,
-    )(arrays, scalars)
+    )(arrays, (trip_count, random_words))
 
 
 def constrained(x: Array, shards: Shards | None) -> Array:

@@ -33,10 +33,8 @@ from paged_optax.engine.pages import (
     SMALL_PAGE,
     MomentFormat,
     Pages,
-    coded_page_size,
     joined_along,
     single,
-    whole_on_cpu,
 )
 from paged_optax.engine.tpu_pages import in_tiles
 
@@ -51,6 +49,24 @@ _CODED_LEAVES = 7
 # Norms and biases on the device are not isolated. XLA may compute all of them at once
 # in little memory, and on a GPU each isolated leaf waits for the host twice.
 _UNISOLATED = 64 * 2**10
+
+
+# Bytes of the pages of all moments of a leaf, if a codec stores them in blocks. XLA:GPU
+# keeps several times as much in memory.
+_CODED_PAGES = 16 * 2**20
+
+# A page costs XLA:GPU about ten kernels, at any size. Larger pages are cheap next to
+# the layers' weights on the device (`paged_optax.layerwise.layer_optimizer`). A page
+# that does not travel may exceed `page_size` by this factor.
+_LARGER_ON_DEVICE = 16
+
+# A CPU has no link, and XLA:CPU runs a loop over pages in one thread: on two cores
+# AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). A CPU updates a leaf whole,
+# unless pages are smaller than this, as in tests. Codecs, and remainders of master
+# weights, make temporary arrays as large as the update: these leaves are whole only
+# with pages of the default size. A codec of blocks always has pages.
+_WHOLE_ON_CPU = 2**20
+_WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +131,21 @@ def cut(
     spare_bytes = spare_bytes if spare_bytes >= page_size else 0
     # No moment is read and written at the same time. If a leaf has a single one, or
     # moments of several sizes, another leaf's moment travels the other way.
-    sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
+    sizes = [
+        nbytes(x.codec.stored(shape)) if x.codec else math.prod(shape) * x.itemsize
+        for x in moments
+        if x.on_host
+    ]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
     share = functools.partial(_shared, shape, moments, like_leaves)
-    at_least = lambda leaf_count: _even(like_leaves, max(1, like_leaves // leaf_count))
+    at_least = lambda leaf_count: -(-like_leaves // max(1, like_leaves // leaf_count))
     on_tpu = share(page_size, in_tiles, at_least(alternate))
     if in_blocks:
-        least = _even(like_leaves, -(-like_leaves // _CODED_LEAVES))
-        on_gpu = share(coded_page_size(moments, page_size, spare_bytes), in_rows, least)
-        page_size = coded_page_size(moments, page_size, 0)
+        least = -(-like_leaves // -(-like_leaves // _CODED_LEAVES))
+        smallest = min(page_size, _CODED_PAGES // max(2, len(moments)))
+        largest = page_size if on_host else _LARGER_ON_DEVICE * page_size
+        larger = max(smallest, min(largest, spare_bytes))
+        on_gpu, page_size = share(larger, in_rows, least), smallest
     else:
         # Serial pages need no other leaf.
         least = at_least(alternate if GPU_FETCHES_AHEAD else 1)
@@ -135,16 +157,10 @@ def cut(
         on_gpu = dataclasses.replace(on_gpu, isolated=False)
     # A codec converts, and so do remainders, which have fewer bits than the moments.
     converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
-    whole = whole_on_cpu(page_size, converted=converted)
+    whole = page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)
     one_page = whole and not in_blocks and not on_gpu.refused
     on_cpu = single(shape) if one_page else in_rows(shape, moments, page_size)
     return Geometry(on_gpu, on_tpu, on_cpu)
-
-
-def _stored_bytes(moment: MomentFormat, shape: tuple[int, ...]) -> int:
-    if moment.codec is None:
-        return math.prod(shape) * moment.itemsize
-    return nbytes(moment.codec.stored(shape))
 
 
 def _shared(
@@ -167,17 +183,13 @@ def _shared(
     most = 1
     if pages.count == 1:
         most = min(_MOST_LEAVES, min(page_size, SMALL_PAGE) // page_bytes)
-    leaf_count = _even(like_leaves, -(-like_leaves // max(least, most)))
+    # The leaves of the largest of several even groups.
+    leaf_count = -(-like_leaves // -(-like_leaves // max(least, most)))
     too_large = page_bytes * leaf_count > 2 * page_size
     joins = all(_joins(x, pages, leaf_count) for x in moments)
     if leaf_count == 1 or too_large or not joins:
         return unshared
     return dataclasses.replace(pages, leaf_count=leaf_count)
-
-
-def _even(like_leaves: int, groups: int) -> int:
-    """Returns the leaves of the largest of several even groups."""
-    return -(-like_leaves // groups)
 
 
 def sharing(pages: Pages, like_leaves: int) -> list[slice]:

@@ -33,7 +33,7 @@ from paged_optax.codecs import Codec
 from paged_optax.engine.loop import LeafProgram, Loop
 from paged_optax.engine.paged_array import PagedArray, Stored
 from paged_optax.engine.pages import Pages
-from paged_optax.engine.shards import ShardOffset, Shards, on_shards
+from paged_optax.engine.shards import Shards, on_shards
 from paged_optax.engine.sharing import Geometry, sharing
 
 Results = TypeVar("Results")
@@ -140,22 +140,13 @@ def _stream_on_mesh(
 ) -> list[Arrays]:
     """Updates the shards of leaves on every device."""
     count, size = len(leaf.codecs), len(leaf.overwrites)
+    arrays = tuple(itertools.chain(*leaves))
 
-    def on_shard(
-        offset: ShardOffset, arrays: Arrays, scalars: PyTree[Array]
-    ) -> tuple[Stored, ...]:
-        trip_count, words = scalars[0], offset.random_words(scalars[1])
-        new = _stream(
-            tuple(arrays[i : i + count] for i in range(0, len(arrays), count)),
-            trip_count,
-            words,
-            offset.start,
-            leaf=leaf,
-            pages=pages,
-        )
+    def on_shard(arrays: Arrays, *others: PyTree[Array]) -> tuple[Stored, ...]:
+        parts = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
+        new = _stream(parts, *others, leaf=leaf, pages=pages)
         return tuple(itertools.chain(*new))
 
-    arrays = tuple(itertools.chain(*leaves))
     new = on_shards(
         on_shard,
         shards,
@@ -163,7 +154,8 @@ def _stream_on_mesh(
         leaf.codecs * len(leaves),
         pages.leaf,
         [i + p for i in range(0, len(arrays), count) for p in leaf.overwrites],
-        (trip_count, random_words),
+        trip_count,
+        random_words,
     )
     return [new[i : i + size] for i in range(0, len(new), size)]
 
@@ -204,6 +196,7 @@ def fill(
     def run(
         pages: Pages,
         arrays: tuple[Array, ...],
+        trip_count: None,
         random_words: UInt32[Array, "2"] | None,
         start: UInt32[Array, ""] | None,
     ) -> tuple[Stored]:
@@ -218,24 +211,23 @@ def fill(
         filled = LeafProgram(program, (len(arrays),), codecs)
         loop = Loop(filled, pages, every, [random_words], start)
         empty = varying(target.empty(), axes)
-        ((new,),) = loop([*buffers, (empty,)], None)
+        ((new,),) = loop([*buffers, (empty,)], trip_count)
         leaf = target.close(new)
         return (jax.device_put(leaf, HOST) if host else leaf,)
 
+    fill_pages = _by_backend(run, geometry)
     if shards is None:
-        return _by_backend(run, geometry)(arrays, random_words, None)[0]
+        return fill_pages(arrays, None, random_words, None)[0]
     local = geometry.gpu.leaf
     shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
     like = jax.ShapeDtypeStruct(shape, dtype)
     (leaf,) = on_shards(
-        lambda offset, arrays, words: _by_backend(run, geometry)(
-            arrays, offset.random_words(words), offset.start
-        ),
+        fill_pages,
         shards,
         arrays,
         [None] * len(arrays),
         local,
         [(codec, shards.stored(codec, shape) if codec else like)],
-        random_words,
+        random_words=random_words,
     )
     return leaf

@@ -71,19 +71,10 @@ def on_explicit_axes(
         with jax.sharding.use_abstract_mesh(mesh):
             return _on_axes(model, mesh, types, _traced(model, types, length))
     except Exception as error:
-        if not _tells_of_axes(failed):
-            raise failed from None  # on explicit axes a right part may fail before
-        words = str(failed).partition("\n")[0]
-        error.add_note(
-            "So fails the model on the mesh's explicit axes. On automatic axes, where"
-            f" layerwise_step runs a model that can: {type(failed).__name__}: {words}"
-        )
-        raise error from failed
-
-
-def _tells_of_axes(error: Exception) -> bool:
-    """True if JAX refuses `out_sharding=` on automatic axes (0.10.2 and 0.12.0.1)."""
-    return any(words in str(error) for words in ("of type Auto", "mesh"))
+        # JAX refuses `out_sharding=` on automatic axes (0.10.2 and 0.12.0.1). Otherwise
+        # the first error is the model's own.
+        of_axes = any(words in str(failed) for words in ("of type Auto", "mesh"))
+        raise error if of_axes else failed from None
 
 
 class _InputTypes(NamedTuple):

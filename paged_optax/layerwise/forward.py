@@ -12,9 +12,13 @@ from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
-from paged_optax.backend.validation import brief
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
-from paged_optax.layerwise.slices import LayerIndex, upwards, write_slice, written_back
+from paged_optax.layerwise.slices import (
+    LayerIndex,
+    over_layers,
+    write_slice,
+    written_back,
+)
 from paged_optax.layerwise.weights import (
     Dependency,
     Frozen,
@@ -176,8 +180,7 @@ class ModelFunctions:
 
     def run_prologue(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
         """Returns the first layer's input, and the context."""
-        output = self.prologue(*self._all(rest), batch)
-        x, context = _pair("prologue", "x, context", output)
+        x, context = self.prologue(*self._all(rest), batch)
         return jax.tree.map(jnp.asarray, x), context
 
     def run_layer(
@@ -190,8 +193,8 @@ class ModelFunctions:
     ) -> tuple[PyTree[Array], PyTree[Array]]:
         """Returns one layer's output, and its kept outputs."""
         every = (weights,) if self.frozen is None else (weights, frozen)
-        output = self.layer(*every, x, context, i)
-        return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", output))
+        output, kept = self.layer(*every, x, context, i)
+        return jax.tree.map(jnp.asarray, (output, kept))
 
     def run_epilogue(
         self, rest: Rest, x: PyTree[Array], kept: PyTree[Array], batch: PyTree
@@ -238,7 +241,7 @@ class ModelFunctions:
 
         vectors = weights.vectors(weights.stacks)
         prefetched = weights.prefetch(weights.stacks, 0)
-        activations, stacks, _ = upwards(
+        activations, stacks, _ = over_layers(
             weights.length,
             body,
             (start.activations, weights.stacks, prefetched),
@@ -349,16 +352,6 @@ def select(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
         )
 
     return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
-
-
-def _pair(function: str, names: str, output: PyTree) -> tuple[PyTree, PyTree]:
-    if not isinstance(output, (tuple, list)) or len(output) != 2:
-        raise TypeError(
-            f"{function} returns {brief(output)}: it returns ({names}), of which the"
-            " second may be None."
-        )
-    first, second = output
-    return first, second
 
 
 def refuse_other_input(

@@ -131,14 +131,6 @@ class GroupTransfers:
     ) -> tuple[InFlight, list[Array], Values]:
         """Updates group k of layer i, and begins to write it back.
 
-        Args:
-          k: The group's number.
-          flight: The fetched arrays.
-          weights: The layer's parameters; see `LayerOptimizer.update_group`.
-          gradients: Their gradients.
-          i: The layer.
-          computed: The values of the other computation at this point.
-
         Returns:
           The transfers, the group's parameters, and `computed`.
         """

@@ -10,7 +10,12 @@ from paged_optax.layerwise.forward import PrologueGradients
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
-from paged_optax.layerwise.slices import LayerIndex, read_slice, upwards, write_slices
+from paged_optax.layerwise.slices import (
+    LayerIndex,
+    over_layers,
+    read_slice,
+    write_slices,
+)
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import Weights
 from paged_optax.transform.context import Gate
@@ -51,13 +56,7 @@ class InTurn:
     def update(
         self, weights: Weights, gradients: HostGradients, small: list[Array | None]
     ) -> UpdateCarry:
-        """Updates all layers by gradients in host memory.
-
-        Args:
-          weights: The layers' parameters.
-          gradients: The gradients.
-          small: Zeros for the gradients of the small leaves.
-        """
+        """Updates all layers by gradients in host memory."""
 
         def body(
             i: LayerIndex, following: LayerIndex | None, carry: UpdateCarry
@@ -71,4 +70,4 @@ class InTurn:
             return write_slices(stacks, slices, new, i), slots, small
 
         start = weights.stacks, self.optimizer.layered.slots, small
-        return upwards(weights.length, body, start)
+        return over_layers(weights.length, body, start)

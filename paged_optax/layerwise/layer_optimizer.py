@@ -63,24 +63,15 @@ class LayerOptimizer:
         tree_state: PyTree,
     ) -> "LayerOptimizer":
         """Traces the update; `tree` is None if the stacks are the loss's own tree."""
-        dtypes, extended = (
-            _dtypes(layered, gradients),
-            optax.with_extra_args_support(tx),
-        )
-        if tree is None:
-            update = TreeUpdate.of_stacks(extended, layered, dtypes)
-        else:
-            update = TreeUpdate.of(extended, tree, layered, tree_state, dtypes)
+        extended = optax.with_extra_args_support(tx)
+        dtypes = _dtypes(layered, gradients)
+        update = TreeUpdate.of(extended, tree, layered, tree_state, dtypes)
         return cls(layered, update, happens)
 
     def in_chunks(
         self, layered: LayeredState, gradients: PyTree[Array]
     ) -> "LayerOptimizer":
         """Updates large parameters outside the layers in chunks, one with each layer.
-
-        Args:
-          layered: The parameters and the state, and the chunked parameters.
-          gradients: One layer's gradients.
 
         Raises:
           ValueError: If their rows cannot be updated alone.
@@ -95,9 +86,7 @@ class LayerOptimizer:
     @functools.cached_property
     def groups(self) -> list[Group]:
         """The leaves that are updated layer by layer, in groups of equal travel."""
-        programs = self.tree.programs
-        shared = programs and programs.analysis.tail.program.equations
-        return self.layered.grouped(1 if shared else None)
+        return self.layered.grouped()
 
     def update_layer(
         self,

@@ -88,10 +88,39 @@ class LayerTree:
         members, _ = self.stacked
         return next((len(x) for x in members if isinstance(x, LayerNumbers)), 0)
 
+    def stacked_leaves(self, params: PyTree) -> list[PyTree]:
+        """Returns the leaves of stacked parameters.
+
+        Raises:
+          ValueError: If they are not stacked.
+        """
+        members, _ = self.stacked
+        leaves = jax.tree.leaves(params)
+        layers = [
+            x
+            for x, m in zip(leaves, members, strict=False)
+            if isinstance(m, LayerNumbers)
+        ]
+        lengths = {x.shape[:1] for x in layers}
+        if len(leaves) != len(members) or lengths != {(self.length,)}:
+            raise ValueError(
+                f"params has {len(leaves)} arrays, and the stacks of {self.length}"
+                f" layers are {len(members)}: pass model.stack(params), or the"
+                " parameters that a step returned."
+            )
+        return leaves
+
     def stack(self, tree: PyTree, together: Together) -> PyTree:
-        """Stacks all subtrees of the own structure, such as the moments of a state."""
+        """Stacks all subtrees of the own structure, such as the moments of a state.
+
+        Raises:
+          ValueError: If there are arrays, and no such subtree.
+        """
+        subtrees = 0
 
         def combine(entries: Sequence[PyTree]) -> PyTree:
+            nonlocal subtrees
+            subtrees += 1
             members, structure = self.stacked
             return structure.unflatten(
                 entries[x] if isinstance(x, int) else self._joined(entries, x, together)
@@ -99,7 +128,14 @@ class LayerTree:
             )
 
         # A state may have Flax variables where the parameters have none.
-        return _replace(as_pure(tree), self._pure, combine)
+        stacked = _replace(as_pure(tree), self._pure, combine)
+        if not subtrees and any(getattr(x, "shape", ()) for x in jax.tree.leaves(tree)):
+            raise ValueError(
+                "the state has no moments in a tree of the structure of split_layers'"
+                " parameters: pass a state of tx.init for these parameters, and leave"
+                " optax.flatten out of tx."
+            )
+        return stacked
 
     def members_of(self, structure: PyTreeDef) -> list[Members]:
         """Returns, for each leaf of a stacked state, the leaves of the own state."""

@@ -31,7 +31,6 @@ class LayeredState:
       length: The number of layers.
       chunked: The numbers of the parameters outside the layers that are updated in
         chunks, one chunk with each layer.
-      paths: The paths of all parameters.
       params: All parameters.
       sliced: For each parameter, true if it is updated in slices or chunks.
       numbers: The numbers of the layers' parameters, then of the chunked ones. A leaf's
@@ -54,7 +53,7 @@ class LayeredState:
         self.partition, self.chunked = partition, tuple(chunked)
         self.length = length_of(partition.layers)
         flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
-        self.paths = [path for path, _ in flat]
+        paths = [path for path, _ in flat]
         self.params: list[Array] = [x for _, x in flat]
         self.sliced = [
             n in chunked or (inside and is_sliced(x))
@@ -74,7 +73,7 @@ class LayeredState:
         self.state: list[Stored] = [
             x.stack if isinstance(x, SomeLayers) else x for x in self._stored
         ]
-        self.owners = parameter_of(self.state_paths, self.paths)
+        self.owners = parameter_of(self.state_paths, paths)
         self.stacked = [
             owner is not None
             and self.sliced[owner]
@@ -119,10 +118,6 @@ class LayeredState:
             )
         ]
 
-    def name(self, number: int) -> str:
-        """The parameter's name in messages."""
-        return f"parameter {keystr(self.paths[number])}"
-
     def others_with(
         self, params: Sequence[Array], chunked: Sequence[Array]
     ) -> list[Array]:
@@ -131,13 +126,13 @@ class LayeredState:
         inside = enumerate(self.partition.in_layers)
         return [new.get(n, params[n]) for n, yes in inside if not yes]
 
-    def params_tree(self, leaves: Sequence[object]) -> PyTree:
-        """Builds a tree with the structure of the parameters."""
-        return jax.tree.unflatten(self.partition.structure, leaves)
-
-    def state_tree(self, leaves: Sequence[object]) -> PyTree:
-        """Builds a tree with the structure of the state."""
-        return jax.tree.unflatten(self.state_structure, leaves)
+    def refuse_other_stacks(self) -> None:
+        """Raises if moments of layers cannot be sliced like their parameters."""
+        for path, x, owner, stacked in zip(
+            self.state_paths, self.state, self.owners, self.stacked, strict=True
+        ):
+            if stacked and owner is not None and owner not in self.chunked:
+                _refuse_other_stack(path, x, self.params[owner])
 
     def new_state(
         self, slots: Sequence[Stored], leaves: Sequence[Stored | None]
@@ -177,3 +172,33 @@ def _scales_to(x: Stored, *, host: bool) -> Stored:
     if not on_host(x):
         return Quantized(*x)
     return Quantized(x.codes, jax.device_put(x.scales, HOST if host else DEVICE))
+
+
+def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
+    length = parameter.shape[0]
+    values = parameter.size // length
+    fits = (
+        x.shape == parameter.shape
+        if not isinstance(x, Quantized)
+        else (
+            x.codes.shape[0] == length
+            and (x.scales.ndim == 1 or x.scales.shape[0] == length)
+            and x.scales.size % length == 0
+            and values % -(-values // (x.scales.size // length)) == 0
+        )
+    )
+    if fits:
+        return
+    way_out = "use moments of the parameters' own shape; with a codec, layers of whole"
+    way_out += " blocks."
+    if isinstance(x, Quantized) and x.scales.ndim == 2:
+        # Scales have two axes only if parts are no ranges of whole blocks.
+        way_out = (
+            f"it is divided into {x.scales.shape[0]} parts, and a block runs through"
+            " several rows of a part: divide another axis of the parameter, or none."
+        )
+    shapes = jax.tree.map(lambda x: x.shape, x)
+    raise ValueError(
+        f"state{keystr(path)} has shape {shapes}, which cannot be cut into the"
+        f" {length} layers of its parameter of shape {parameter.shape}: {way_out}"
+    )

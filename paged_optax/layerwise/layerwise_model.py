@@ -17,9 +17,16 @@ from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_a
 from paged_optax.layerwise.forward import ModelFunctions, refuse_other_input
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
-from paged_optax.layerwise.parameters import Partition, from_numpy, length_of
+from paged_optax.layerwise.parameters import (
+    Partition,
+    from_numpy,
+    length_of,
+    placed_shape,
+)
+from paged_optax.layerwise.tree_init import init_stacked
 from paged_optax.layerwise.weights import Frozen, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
+from paged_optax.state.restore import abstract_state, placed_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +84,45 @@ class LayerwiseModel:
 
         Args:
           tx: The transformation.
-          params: All parameters, the layers' stacked.
+          params: All parameters, the layers' stacked, or their shapes.
+
+        Returns:
+          The state of `tx.init` for the loss's own parameters, with all layers' moments
+          stacked like the parameters. Of shapes, its shapes and placements: the target
+          of a restore.
+
+        Raises:
+          ValueError: If the layers are not stacked, or if `tx.init` combines them.
+        """
+        tree = self.layer_tree
+        if tree is not None:
+            return init_stacked(tx, tree, params)
+        leaves = jax.tree.leaves(params)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return abstract_state(tx, params)
+        return tx.init(params)
+
+    def place_state(
+        self, tx: optax.GradientTransformation, state: PyTree, params: PyTree
+    ) -> optax.OptState:
+        """Places a state's arrays where `init` would create them.
+
+        `paged_optax.place_state` with `tx` would take the stacks for parameters of
+        their own: Muon, masks by shape and codecs have another state for these.
+
+        Args:
+          tx: The transformation.
+          state: Its state for stacked parameters, from pickle or a restore.
+          params: All parameters, the layers' stacked, or their shapes.
 
         Returns:
           The state.
+
+        Raises:
+          ValueError: If it is not a state of `tx` for these parameters.
         """
-        return tx.init(params)
+        target = self.init(tx, jax.tree.map(placed_shape, params))
+        return placed_as(target, state)
 
     def functions(
         self, params: Partition, frozen: Frozen | None, activations_on_host: bool

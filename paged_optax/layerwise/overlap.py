@@ -29,7 +29,7 @@ from paged_optax.layerwise.group_transfers import (
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.segments import ends_of, in_segments
 from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
-from paged_optax.layerwise.slices import LayerIndex, downwards, read_slice, upwards
+from paged_optax.layerwise.slices import LayerIndex, over_layers, read_slice
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import LayerSlices, Prefetched, Vectors, Weights
 
@@ -70,12 +70,6 @@ class Overlapped:
         others: Sequence[Array],
     ) -> tuple[Forward, list[Stored], list[Array]]:
         """Runs each layer forward while the layer after it is updated.
-
-        Args:
-          start: The prologue's results.
-          weights: The layers' parameters.
-          gradients: The gradients, with the `others` last.
-          others: The parameters that are updated in chunks.
 
         Returns:
           The result of the forward pass, the state's stacks, and the new `others`.
@@ -124,10 +118,11 @@ class _BackwardOverlap:
         gradients, back = layers.pull(slices, x, back, dkept, jnp.int32(last))
         flight, (gradients, back) = self.transfers.wait(-1, flight, (gradients, back))
         carry = self.sink.store(start, last, gradients), back, flight, hosted
-        carry, back, flight, hosted = downwards(
+        carry, back, flight, hosted = over_layers(
             last,
             functools.partial(self._turn, vectors),
             carry,
+            backward=True,
             prefetches=layers.weights.prefetches,
             makes_room=True,
         )
@@ -257,7 +252,7 @@ class _ForwardOverlap:
             flight, _ = self._update(k, flight, 0, 1, ())
             flight, _ = transfers.wait(k, flight, ())
         last, carry = layered.length - 1, (self.start.activations, flight)
-        carry = upwards(last, self._turn, carry, prefetches=True, makes_room=True)
+        carry = over_layers(last, self._turn, carry, prefetches=True, makes_room=True)
         activations, flight = carry
         # Nothing is left to update during the forward pass of the last layer.
         i = jnp.int32(last)

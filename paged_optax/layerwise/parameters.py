@@ -206,17 +206,12 @@ def refuse_one_by_one(layers: PyTree) -> None:
         stacked = one_length and max(map(len, shapes)) >= 3
     if stacked:
         return
-    key = getattr(next(iter(names.values())), "key", None)
-    index = "i" if isinstance(key, int) else f"f'{prefix}{{i}}'" if prefix else "str(i)"
-    count = len(names)
-    every = f"*(layers[{index}] for i in range({count}))"
     raise ValueError(
-        f"layers numbers its children, {prefix}0 to {prefix}{count - 1}, as if each was"
-        " one layer: stack them, so that every leaf has all layers on its leading axis,"
-        " by layers = jax.tree.map(lambda *x: jnp.stack(x),"
-        f" {'*layers' if key is None else every}). Parts of a layer that are stacked"
-        " already need other names than numbers. model.stack(params) stacks what"
-        " split_layers took apart."
+        f"layers numbers its children, {prefix}0 to {prefix}{len(names) - 1}, as if"
+        " each was one layer: stack them, so that every leaf has all layers on its"
+        " leading axis, as jax.tree.map(lambda *x: jnp.stack(x), *layers) does with a"
+        " list. Parts of a layer that are stacked already need other names than"
+        " numbers. model.stack(params) stacks what split_layers took apart."
     )
 
 

@@ -4,7 +4,7 @@ A layer's signature has the program of each of its leaves, and the program's inp
 """
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.per_leaf import CrossLeafError, analyse
 from paged_optax.analysis.program import FILLS, Analysis, Constant, Program
-from paged_optax.backend.text import keystr
+from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, tree_leaves
 from paged_optax.layerwise.layered_state import LayeredState
@@ -54,6 +54,11 @@ def tree_shapes(
     return tree.structure.unflatten(tree_leaves(tree.stacked[0], shapes, of_layer))
 
 
+_WAY_OUT = (
+    "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
+    " bools, and labels as a tree of strings."
+)
+
 #: A leaf's kind, its node, and its parameter: the same in all layers.
 _Name = tuple[str, str, Hashable]
 
@@ -67,31 +72,17 @@ class Signatures(NamedTuple):
     Attributes:
       rest: The results outside the layers.
       layers: The results of each layer.
+      state: The types of the leaves of the state.
     """
 
     rest: dict[_Name, object]
     layers: list[dict[_Name, object]]
+    state: list[str]
 
     def agrees(self, other: "Signatures", layer: int | None) -> bool:
         """True if one layer's computations, and the rest's, equal another's."""
         one = layer is None or self.layers[layer] == other.layers[layer]
         return one and self.rest == other.rest
-
-    def not_elementwise(self, owners: Sequence[str]) -> list[str]:
-        """Selects the parameters that are not updated element by element."""
-        odd = {
-            _owner(name)
-            for name, x in self.rest.items()
-            if isinstance(x, _Computation) and not x.elementwise
-        }
-        return [x for x in owners if x in odd]
-
-    def differences(self, other: "Signatures", owners: Sequence[str]) -> list[str]:
-        """Selects the parameters whose updates are computed differently."""
-        differ = {
-            _owner(name) for name, x in self.rest.items() if other.rest.get(name) != x
-        }
-        return [x for x in owners if x in differ]
 
 
 class _Computation(NamedTuple):
@@ -110,17 +101,13 @@ class _Computation(NamedTuple):
     result: int
 
 
-def _owner(name: _Name) -> str:
-    return f"parameter {name[2]}"
-
-
 def _equations(program: Program) -> tuple[object, ...]:
     params = lambda e: () if e.primitive.name in FILLS else e.params
     each = [(e.primitive, params(e), e.inputs, e.outputs) for e in program.equations]
     return tuple(each), program.outputs
 
 
-class _Roles:
+class Roles:
     """Names and layers of the leaves of parameters and of a state.
 
     Attributes:
@@ -178,7 +165,7 @@ class TracedUpdates:
             state = jax.eval_shape(lambda params: self.tx.init(params), params)
             update = lambda *arguments: self.tx.update(*arguments)
             closed, _ = trace(update, gradients, state, params)
-        roles = _Roles(self.tree, params, state)
+        roles = Roles(self.tree, params, state)
         numbers = range(len(roles.paths))
         try:
             analysis, constants = analyse(
@@ -192,8 +179,11 @@ class TracedUpdates:
             raise CrossLayerError(*error.args) from None
         # A new state has the paths of the old one.
         results = [*roles.of_parameters("update"), *roles.of_state]
+        shapes = [x.shape for x in closed.out_avals]
+        _refuse_other_layers(analysis, results, shapes)
         arguments = [*results, *roles.of_parameters("parameter")]
-        return self._signatures(analysis, constants, arguments, results)
+        types = [dtype_and_shape(x) for x in jax.tree.leaves(state)]
+        return self._signatures(analysis, constants, arguments, results, types)
 
     def _signatures(
         self,
@@ -201,6 +191,7 @@ class TracedUpdates:
         constants: Mapping[int, ArrayLike],
         arguments: Sequence[_Role],
         results: Sequence[_Role],
+        state: list[str],
     ) -> Signatures:
         known: dict[int, object] = {n: role for n, (role, _) in enumerate(arguments)}
         for number, value in constants.items():
@@ -220,7 +211,7 @@ class TracedUpdates:
             inside |= {x: (number, k) for k, x in enumerate(e.outputs)}
         pairs = zip(analysis.shared.outputs, shared.outputs, strict=True)
         known |= {number: inner(x) for number, x in pairs}
-        signatures = Signatures({}, [{} for _ in range(self.tree.length)])
+        signatures = Signatures({}, [{} for _ in range(self.tree.length)], state)
 
         def add(output: int, what: object) -> None:
             key, layer = results[output]
@@ -241,6 +232,27 @@ class TracedUpdates:
         for output in analysis.tail.outputs:
             add(output, "cut from what is laid end to end")
         return signatures
+
+
+def _refuse_other_layers(
+    analysis: Analysis, results: Sequence[_Role], shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Raises if a result is not computed from one layer's gradients alone."""
+    joined = {n for x in analysis.leaf_updates if x.between for n in x.outputs}
+    for n, ((kind, node, number), layer) in enumerate(results):
+        owner = analysis.owners[n]
+        # The first results are the parameters' updates.
+        other = owner is not None and results[owner][1] != layer
+        if n in joined or other:
+            raise CrossLayerError(
+                f"the new {kind}{node} is computed from parameters of several layers"
+            )
+        if number is None and owner is not None and shapes[n]:
+            raise ValueError(
+                f"state{node} is updated with a parameter, and nothing in its path says"
+                " so, so that no layer's part of it is known: keep moments in trees of"
+                " the parameters' structure."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +286,8 @@ class SameUpdates:
             tree_shapes(tree, gradients, *layers), tree_shapes(tree, params, *layers)
         )
         whole = update()
+        if not tree.length:  # the stacks are the own tree
+            return cls(traced, whole, (), False)
         kinds = _numbered(whole.layers)
         firsts = [None, *map(kinds.index, range(max(kinds) + 1))]
         try:
@@ -282,32 +296,62 @@ class SameUpdates:
             pruned = False
         return cls(traced, whole, kinds, pruned)
 
-    def refuse_chunks(
-        self, layered: LayeredState, gradients: Sequence[jax.ShapeDtypeStruct]
+    def refuse_parts(
+        self,
+        layered: LayeredState,
+        gradients: Sequence[jax.ShapeDtypeStruct],
+        numbers: Collection[int],
     ) -> None:
-        """Raises if the rows of a chunked parameter are not updated alone."""
-        tree, chunks = self.traced.tree, set(layered.chunked)
-        chunk = lambda n, x: (
-            jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
-            if n in chunks
+        """Raises if a part of a parameter's rows cannot be updated alone.
+
+        Args:
+          layered: The parameters, of which a part is updated with each layer.
+          gradients: The gradients of whole parameters.
+          numbers: The parameters that are updated in parts.
+
+        Raises:
+          ValueError: If a parameter's update is not element by element, or if it
+            depends on the parameter's shape.
+        """
+        tree, length = self.traced.tree, layered.length
+        members, _ = tree.stacked
+        paths, _ = paths_of(tree_shapes(tree, layered.params))
+        outside = {m: n for n, m in enumerate(members) if isinstance(m, int)}
+        names = [keystr(paths[m]) for m, n in outside.items() if n in numbers]
+        results = [(x[2], y) for x, y in self.whole.rest.items() if x[2] in names]
+        for name, x in results:
+            if isinstance(x, _Computation) and not x.elementwise:
+                raise ValueError(
+                    f"the update of parameter {name} is not element by element (a norm,"
+                    " a factored moment, a matrix product, noise), so that one layer's"
+                    " part of the stack cannot be updated without the others: with"
+                    " layerwise_step use a transformation such as paged_adamw,"
+                    " paged_lion or paged_sgd."
+                )
+        cut = lambda n, x: (
+            jax.ShapeDtypeStruct((x.shape[0] // length, *x.shape[1:]), x.dtype)
+            if n in numbers
             else x
         )
         layers = (None,) if self.pruned else None
         trees = [
-            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)], layers)
+            tree_shapes(tree, [cut(n, x) for n, x in enumerate(leaves)], layers)
             for leaves in (gradients, layered.params)
         ]
-        members, _ = tree.stacked
-        paths, _ = paths_of(tree_shapes(tree, layered.params))
-        names = {
-            keystr(paths[m])
-            for n, m in enumerate(members)
-            if n in chunks and isinstance(m, int)
-        }
-        results = [x for (*_, owner), x in self.whole.rest.items() if owner in names]
-        by_rows = all(x.elementwise for x in results if isinstance(x, _Computation))
-        if not by_rows or self.traced.update(*trees).rest != self.whole.rest:
-            raise ValueError("a parameter outside the layers is not updated row by row")
+        try:
+            parts = self.traced.update(*trees).rest
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "each layer is updated in a stack of its own, and tx.update refuses a"
+                f" stack of one layer: {error} {_WAY_OUT}"
+            ) from error
+        for name, x in self.whole.rest.items():
+            if parts.get(name) != x:
+                raise ValueError(
+                    f"the update of parameter {name[2]} depends on the shape of the"
+                    " whole stack, and each layer is updated in a stack of its own."
+                    f" {_WAY_OUT}"
+                )
 
 
 def _numbered(signatures: Sequence[object]) -> tuple[int, ...]:

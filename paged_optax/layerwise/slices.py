@@ -112,21 +112,23 @@ def _scales(i: LayerIndex, size: int) -> StackPage:
     return StackPage(i, size, on_host=False, pieces=1)
 
 
-def upwards(
+def over_layers(
     length: int,
     body: Turn[Carry],
     carry: Carry,
     *,
+    backward: bool = False,
     prefetches: bool = False,
     makes_room: bool = False,
 ) -> Carry:
-    """Runs `body(i, following, carry)` for the layers from the first to the last.
+    """Runs `body(i, following, carry)` for each layer, in order.
 
     Args:
       length: The number of layers.
       body: Returns the next carry. `following` is the next layer, or None if there is
         none or the loop cannot prefetch it.
       carry: The first carry.
+      backward: If true, the last layer is first.
       prefetches: If true, `body` prefetches from the following layer into the carry. An
         iteration then runs two layers, because the current slice is still used.
       makes_room: If true, `body` frees the buffers that it fetches into. An iteration
@@ -135,46 +137,15 @@ def upwards(
     Returns:
       The last carry.
     """
-    return _visited(length, lambda k: k, body, carry, prefetches, makes_room)
-
-
-def downwards(
-    length: int,
-    body: Turn[Carry],
-    carry: Carry,
-    *,
-    prefetches: bool = False,
-    makes_room: bool = False,
-) -> Carry:
-    """Runs `body(i, following, carry)` for the layers from the last to the first.
-
-    Args:
-      length: See `upwards`.
-      body: See `upwards`.
-      carry: See `upwards`.
-      prefetches: See `upwards`.
-      makes_room: See `upwards`.
-    """
     # An older XLA:GPU follows only the loop's own variable, so that the loop counts
     # down. A newer one follows `length - 1 - k`, but finds no transfer in such a loop.
-    if GPU_NEEDS_RAW_INDEX:
+    if backward and GPU_NEEDS_RAW_INDEX:
         return lax.while_loop(
             lambda c: c[0] >= 0,
             lambda c: (c[0] - 1, body(c[0], None, c[1])),
             (jnp.int32(length - 1), carry),
         )[1]
-    layer = lambda k: length - 1 - k
-    return _visited(length, layer, body, carry, prefetches, makes_room)
-
-
-def _visited(
-    length: int,
-    layer: Callable[[LayerIndex], LayerIndex],
-    body: Turn[Carry],
-    carry: Carry,
-    prefetches: bool,
-    makes_room: bool,
-) -> Carry:
+    layer = (lambda k: length - 1 - k) if backward else (lambda k: k)
     turn = lambda k, c: body(layer(k), layer(k + 1), c)
     if not prefetches:
         trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)

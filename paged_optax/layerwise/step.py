@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from paged_optax.backend.compiler_options import warn_of_options
-from paged_optax.backend.validation import brief, check_rate, check_transformation
+from paged_optax.backend.validation import check_rate, check_transformation
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
 from paged_optax.layerwise.deferred_update import UpdateNextStep
 from paged_optax.layerwise.dependencies import chunked_leaves
@@ -71,63 +71,41 @@ def layerwise_step(
         \qquad i = L-1, \ldots, 0.
 
     On one GPU, from jax 0.11.2 on, a layer is updated while the gradients of the layer
-    before it are computed: moments travel in both directions during the products. The
-    device then holds the gradients of two layers, and half of a layer's moments. On
-    other devices, and if the global norm is clipped, moments are fetched while the
-    layer's gradients are computed, and written back afterwards. Parameters and state
-    have the form of an ordinary step. The numbers are the same, up to the rounding of
-    sums in another order.
+    before it are computed: moments travel in both directions during the products, and
+    the device holds the gradients of two layers. On other devices, and if the global
+    norm is clipped, moments are written back after the layer's gradients are computed.
+    The numbers are those of an ordinary step, up to the rounding of sums in another
+    order.
 
     The parameters are a mapping. Its key `layers` has the layers' parameters, stacked
-    on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
-    `jax.vmap` of an initializer return them). Prologue and epilogue both receive the
-    other entries, which allows tied embeddings. Stacks in host memory stay there. Each
-    layer's weights are fetched for its forward pass, and again for its backward pass,
-    while the previous layer is computed. Before jax 0.11.2 they are fetched while other
-    parts of the same layer are computed. Other parameters may be in host memory too:
-    they are fetched for the prologue, the epilogue and their update, and their
-    gradients stay on the host in between.
+    on the leading axis of each leaf. Prologue and epilogue both receive the other
+    entries, which allows tied embeddings. Stacks in host memory stay there: each
+    layer's weights are fetched for its forward and its backward pass. Other parameters
+    may be in host memory too: they are fetched for the prologue, the epilogue and their
+    update.
 
     `tx` updates the parameters of a `split_layers` model as it updates the loss's own
     tree. It may be any transformation that combines no parameters. If the stacks are
-    the model's own parameters, the update of a stack must be element by element:
-    `paged_adamw` and similar optimizers, chained, masked, scheduled. Clip with
-    `max_norm`, not in `tx`.
+    the model's own parameters, each layer is updated in stacks of one layer, and the
+    update must be element by element: `paged_adamw` and similar optimizers, chained,
+    masked, scheduled. Clip with `max_norm`, not in `tx`.
 
     `paged_optax.apply_if_finite` may wrap the whole of `tx` if all gradients exist
     before the first update: with a workspace on the host, deferred or not, or with
     `max_norm` and two passes. A step with a gradient that is not finite then changes no
     parameter and no moment, and the counts are Optax's. A finite value counts as finite
-    even if the square of the norm overflows. If updates are deferred, a step counts its
-    own gradients, and defers nothing if they are rejected.
+    even if the square of the norm overflows.
 
-    | clipping by the global norm | device bytes | over the link | passes | time |
-    | --- | --- | --- | --- | --- |
-    | workspace with `host_dtype` | one layer's gradients | gradients, twice | 1 | 1.1 |
-    | the same with `rest` | and the rest's | gradients, twice | 1 | 1.1 |
-    | workspace without | one layer's gradients | nothing more | 2 | 1.5 |
-
-    Passes are backward passes. Times are relative to an ordinary step that clips, on a
-    CPU: jax 0.10.2, 8 layers of 1024 (`tests/benchmarks/run.py`, section "layerwise");
-    on a GPU, not measured.
+    Clipping by the global norm takes a second backward pass, 1.5 times the step; or,
+    with a workspace that has `host_dtype`, the gradients' way to the host and back, 1.1
+    times (on a CPU: jax 0.10.2, 8 layers of 1024; on a GPU, not measured).
 
     With a workspace that is allocated with `rest`, a step leaves its gradients to the
-    next step, which applies them first. On one GPU, from jax 0.11.2 on, it updates each
-    layer while the layer before it computes its forward pass. Moments and gradients
-    then travel during products although the norm is computed last. `finish` applies the
-    last gradients. A state that changes between two steps, for example by an injected
-    learning rate, changes the update by the previous step's gradients. A schedule has
-    the rates of an ordinary step. Save after `finish`, or save the workspace too:
-
-    ```python
-    rest = {name: x for name, x in params.items() if name != "layers"}
-    workspace = po.GradientWorkspace.allocate(
-        params["layers"], host_dtype="bfloat16", rest=rest
-    )
-    for batch in batches:
-        params, state, workspace, output = compiled(params, state, workspace, batch)
-    params, state, workspace = finish(params, state, workspace)
-    ```
+    next step, which applies them first: on one GPU, from jax 0.11.2 on, each layer's
+    during the forward pass of the layer before it. `finish` applies the last gradients.
+    A state that changes between two steps, for example by an injected learning rate,
+    changes the update by the previous step's gradients. A schedule has the rates of an
+    ordinary step. Save after `finish`, or save the workspace too.
 
     Args:
       model: The model: the result of `split_layers` for an ordinary loss, or
@@ -180,11 +158,6 @@ def layerwise_step(
     """
     if clip not in ("global", "layer"):
         raise ValueError(f"clip={clip!r} is neither 'global' nor 'layer'.")
-    if not isinstance(model, LayerwiseModel):
-        raise TypeError(
-            f"model={brief(model)} is no LayerwiseModel: pass split_layers(loss,"
-            " params, batch), or LayerwiseModel(prologue, layer, epilogue)."
-        )
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
@@ -358,12 +331,6 @@ class LayerwiseStep:
         """Checks the arguments, and traces the update."""
         partition = Partition.of(params, self._layers)
         refuse_integers(params)
-        if not isinstance(workspace, GradientWorkspace):
-            raise TypeError(
-                f"workspace is of type {type(workspace).__name__}: pass what"
-                " GradientWorkspace.allocate(params['layers']) makes, or what is"
-                " restored with abstract_state(workspace, params) as the target."
-            )
         refuse_one_by_one(partition.layers)
         workspace.check(partition.layers, partition.rest)
         tree = self._layer_tree

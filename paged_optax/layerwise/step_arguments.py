@@ -13,18 +13,22 @@ from jaxtyping import PyTree
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.processes import compare, spans_processes
-from paged_optax.backend.text import key_names, keystr, readable_bytes
+from paged_optax.backend.text import (
+    dtype_and_shape,
+    key_names,
+    keystr,
+    readable_bytes,
+)
 from paged_optax.backend.types import KeyPath, is_explicit, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.layer_tree import LayerTree, stacked_shape
+from paged_optax.layerwise.layer_tree import LayerTree, is_stored, stacked_shape
 from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.same_updates import tree_shapes
 from paged_optax.layerwise.slices import is_sliced
 from paged_optax.layerwise.tree_update import one_layer
 from paged_optax.layerwise.workspace import GradientWorkspace
-from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import (
     TYPES,
     Visitor,
@@ -184,47 +188,35 @@ def new_state_types(
 def refuse_other_state(
     fresh: PyTree, params: PyTree, state: PyTree, tree: LayerTree | None
 ) -> None:
-    """Raises if the leaves of a state and of a new state have different names.
-
-    The arrays of an encoded moment count as one leaf.
-    """
+    """Raises if a state and a new state differ in names, or the stacks in types."""
     if fresh is None:
         return
     if tree is not None:
         fresh = tree.stack(fresh, stacked_shape)
-    flat = jax.tree_util.tree_flatten_with_path
-    leaves = flat(as_pure(fresh), is_leaf=is_quantized)[0]
-    there = {key_names(path): (path, x) for path, x in leaves}
-    coded = {key_names(path) for path, x in leaves if is_quantized(x)}
-    odd, missing = list[KeyPath](), set(there)
     # Encoded moments have other shapes if they are divided on explicit axes.
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
-    for path, x in flat(as_pure(state))[0]:
-        name, outer = key_names(path), (key_names(path[:n]) for n in range(len(path)))
-        if name not in there:
-            name = next((x for x in outer if x in coded), None)
-        if name is None:
-            odd.append(path)
-        else:
-            missing.discard(name)
-            if tree is not None and not divided and not _fits(x, there[name][1]):
-                odd.append(path)
-    odd += [path for name, (path, _) in there.items() if name in missing]
+    typed = tree is not None and not divided
+
+    def leaves_of(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
+        flat, _ = jax.tree_util.tree_flatten_with_path(
+            as_pure(state), is_leaf=is_stored
+        )
+        types = lambda x: typed and list(map(dtype_and_shape, jax.tree.leaves(x)))
+        return {key_names(path): (path, types(x)) for path, x in flat}
+
+    expected, leaves = leaves_of(fresh), leaves_of(state)
+    type_of = lambda leaves, name: leaves.get(name, (None, None))[1]
+    every = leaves | expected
+    odd = [x for x in every if type_of(leaves, x) != type_of(expected, x)]
     if odd:
+        names = ", state".join(keystr(every[x][0]) for x in odd[:3])
         init = "tx.init made for these parameters"
         if tree is not None:
             init = "model.init(tx, params) makes"
         raise ValueError(
             "the state's structure is not the one these gradients call for: they differ"
-            f" at state{', state'.join(map(keystr, odd[:3]))}. Pass the state that"
-            f" {init}, or that a step returned."
+            f" at state{names}. Pass the state that {init}, or that a step returned."
         )
-
-
-def _fits(x: Array, stored: PyTree) -> bool:
-    """True if an array is one of a leaf's arrays."""
-    arrays = jax.tree.leaves(stored)
-    return any((x.shape, x.dtype) == (y.shape, y.dtype) for y in arrays)
 
 
 def _moved(workspace: GradientWorkspace) -> str:

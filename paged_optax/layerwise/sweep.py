@@ -27,7 +27,7 @@ from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.slices import (
     Carry,
     LayerIndex,
-    downwards,
+    over_layers,
     read_slice,
     write_slices,
     written_back,
@@ -159,7 +159,7 @@ class BackwardPass:
         vectors = weights.vectors(self.stacks)
         prefetched = weights.prefetch(self.stacks, weights.length - 1)
         back = self.first_gradients(self.epilogue.by_output)
-        carry, back, stacks, _ = downwards(
+        carry, back, stacks, _ = over_layers(
             weights.length,
             body,
             (
@@ -168,6 +168,7 @@ class BackwardPass:
                 self.stacks,
                 prefetched,
             ),
+            backward=True,
             prefetches=weights.prefetches,
         )
         return carry, stacks, back

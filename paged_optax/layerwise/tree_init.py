@@ -1,6 +1,8 @@
 """Initializes the state of a transformation for stacked parameters."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,11 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from paged_optax.analysis.flat import Flat, trace
+from paged_optax.analysis.program import Constant
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import DEVICE, HOST, memory_kinds, on_host
-from paged_optax.backend.types import ArrayOrShape, is_traced
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef, is_traced
 from paged_optax.layerwise.layer_tree import (
     LayerNumbers,
     LayerTree,
@@ -22,6 +26,7 @@ from paged_optax.layerwise.layer_tree import (
     stacked_shape,
     tree_leaves,
 )
+from paged_optax.layerwise.same_updates import CrossLayerError, Roles
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
@@ -32,134 +37,168 @@ from paged_optax.transform.trees import paths_of
 def init_stacked(
     tx: optax.GradientTransformation, tree: LayerTree, params: PyTree
 ) -> optax.OptState:
-    """Initializes the state of `tx` for stacked parameters, layer by layer."""
-    leaves: list[Array] = jax.tree.leaves(params)
-    members, _ = tree.stacked
-    shapes = [_layer_shape(m, x) for m, x in zip(members, leaves, strict=True)]
-    shapes = tree_leaves(members, shapes, lambda x, i: x)
-    shapes = tree.structure.unflatten(shapes)
+    """Initializes the state of `tx` for stacked parameters, layer by layer.
+
+    Raises:
+      ValueError: If `params` has no stacks, or if `tx.init` combines layers.
+    """
+    leaves: list[Array] = tree.stacked_leaves(params)
+    layers = _LayerInit(tx, tree, leaves)
+    shapes = tree.structure.unflatten(layers.each_leaf(_shape))
     paths, _ = paths_of(as_pure(shapes))
+    members, _ = tree.stacked
     stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
     # The moments of a stack are all on the device, or all on the host.
     together = tuple((paths[number], n) for n, x in stacks for number in x)
     with within(stacks=together):
-        own = abstract_state(tx, shapes)
-        state = tree.stack(own, stacked_shape)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            return state
-    return _filled(tx, tree, leaves, own, state)
+        entries = abstract_state(tx, shapes)
+    types = tree.stack(entries, stacked_shape)
+    numbers = tree.members_of(
+        jax.tree.structure(as_pure(entries), is_leaf=is_quantized)
+    )
+    layers = layers.with_sizes_if_needed(numbers)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        return types
+    return _filled(layers, numbers, types)
 
 
 def _filled(
-    tx: optax.GradientTransformation,
-    tree: LayerTree,
-    params: Sequence[Array],
-    own: PyTree[jax.ShapeDtypeStruct],
-    shapes: PyTree[jax.ShapeDtypeStruct],
+    layers: "_LayerInit", numbers: Sequence[Members], types: PyTree
 ) -> optax.OptState:
-    """Fills a state: first outside the layers, then each layer.
+    """Computes the leaves outside the layers, then those of each layer."""
+    new = layers.state(None, [m for m in numbers if isinstance(m, int)])
+    like, structure = jax.tree.flatten(types, is_leaf=is_stored)
+    state = [new[m] if isinstance(m, int) else None for m in numbers]
+    write = jax.jit(write_slice, donate_argnums=0)
+    for i in range(layers.tree.length):
+        at = {n: m[i] for n, m in enumerate(numbers) if not isinstance(m, int)}
+        at = {n: number for n, number in at.items() if number >= 0}
+        new = layers.state(i, [*at.values()])
+        put = lambda stack, x, i=i: write(stack, jax.device_put(x, DEVICE)[None], i)
+        for n, number in at.items():
+            if state[n] is None:
+                stack = like[n].stack if isinstance(like[n], SomeLayers) else like[n]
+                state[n] = jax.tree.map(_zeros, stack, new[number])
+            state[n] = jax.tree.map(put, state[n], new[number])
+        jax.block_until_ready(state)
+    return structure.unflatten(
+        [
+            SomeLayers(x, old.present) if isinstance(old, SomeLayers) else x
+            for x, old in zip(state, like, strict=True)
+        ]
+    )
 
-    Args:
+
+@dataclasses.dataclass(frozen=True)
+class _LayerInit:
+    """Initializes the state of one layer, or of the parameters outside the layers.
+
+    Masks and labels read the whole tree. Arrays of size zero stand for the other
+    leaves, whose moments then take no memory.
+
+    Attributes:
       tx: The transformation.
       tree: The loss's own tree.
       params: The stacked parameters.
-      own: The types of the state of the own tree.
-      shapes: The types of the stacked state.
+      sizes: True if the other leaves have their sizes, because the state depends on
+        them. XLA removes the moments that are not returned.
     """
-    members, _ = tree.stacked
-    of_own, structure_of_own = jax.tree.flatten(as_pure(own), is_leaf=is_quantized)
-    of_state = tree.members_of(structure_of_own)
 
-    def leaves_of(layer: int | None) -> dict[int, PyTree]:
-        """The leaves of one layer's state, by their numbers in the own tree's."""
-        numbers = [m if isinstance(m, int) else -1 for m in of_state]
-        if layer is not None:
-            numbers = [-1 if isinstance(m, int) else m[layer] for m in of_state]
-        numbers = [number for number in numbers if number >= 0]
-        # Arrays of size zero stand for the other leaves: masks and labels read the
-        # whole tree, and no moment of these leaves takes memory.
-        leaves = made(layer, _blank)
-        state = as_pure(tx.init(tree.structure.unflatten(leaves)))
-        found, structure = jax.tree.flatten(state, is_leaf=is_quantized)
-        shapes_of = lambda leaves: [
-            [x.shape for x in jax.tree.leaves(leaves[n])] for n in numbers
+    tx: optax.GradientTransformation
+    tree: LayerTree
+    params: Sequence[Array]
+    sizes: bool = False
+
+    def each_leaf(self, each: Callable[[Array, int | None], PyTree]) -> list[PyTree]:
+        """The own tree's leaves: `each(x, i)` of layer i of a stack; None: the rest."""
+        members, _ = self.tree.stacked
+        leaves = [
+            each(x, None) if isinstance(m, int) else x
+            for m, x in zip(members, self.params, strict=True)
         ]
-        if structure != structure_of_own or shapes_of(found) != shapes_of(of_own):
-            found = by_shape(layer, numbers)
-        return {n: found[n] for n in numbers}
+        return tree_leaves(members, leaves, each)
 
-    def made(
-        layer: int | None, blank: Callable[[Members, Array], PyTree]
-    ) -> list[PyTree]:
-        blanks = [blank(m, x) for m, x in zip(members, params, strict=True)]
-        outside = params if layer is None else blanks
-        pairs = zip(members, params, blanks, outside, strict=True)
-        entries = [y if isinstance(m, int) else (x, blank) for m, x, blank, y in pairs]
-        at = lambda pair, i: _read(pair[0], i) if i == layer else pair[1]
-        return tree_leaves(members, entries, at)
-
-    def by_shape(layer: int | None, numbers: Sequence[int]) -> dict[int, PyTree]:
-        """The same of a transformation whose masks or labels depend on shapes.
-
-        All leaves have their shapes. XLA removes the moments that are not returned.
-        """
-        leaves = made(layer, _layer_shape)
-        is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    def state(self, layer: int | None, numbers: Sequence[int]) -> dict[int, PyTree]:
+        """Returns leaves of the own state, by their numbers, for one layer."""
+        there = lambda x, i: x if i is None else _read(x, i)
+        leaves = self.each_leaf(
+            lambda x, i: there(x, i) if i == layer else _shape(x, i)
+        )
+        arrays = [x for x in leaves if not isinstance(x, jax.ShapeDtypeStruct)]
 
         def init(arrays: Sequence[Array]) -> dict[int, PyTree]:
-            present = iter(arrays)
+            array = iter(arrays)
+            zeros = lambda x: jnp.zeros(x.shape if self.sizes else _blank(x), x.dtype)
             full = [
-                jnp.zeros(x.shape, x.dtype) if is_shape(x) else next(present)
+                zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else next(array)
                 for x in leaves
             ]
-            state = as_pure(tx.init(tree.structure.unflatten(full)))
-            found = jax.tree.leaves(state, is_leaf=is_quantized)
-            return {n: found[n] for n in numbers}
+            state = as_pure(self.tx.init(self.tree.structure.unflatten(full)))
+            new = jax.tree.leaves(state, is_leaf=is_quantized)
+            return {n: new[n] for n in numbers}
 
-        return jax.jit(init)([x for x in leaves if not is_shape(x)])
+        return jax.jit(init)(arrays) if self.sizes else init(arrays)
 
-    numbered = leaves_of(None)
-    wanted, structure = jax.tree.flatten(shapes, is_leaf=is_stored)
-    state = [numbered[m] if isinstance(m, int) else None for m in of_state]
-    write = jax.jit(write_slice, donate_argnums=0)
-    for i in range(tree.length):
-        numbered = leaves_of(i)
-        for n, m in enumerate(of_state):
-            if isinstance(m, int) or (number := m[i]) < 0:
-                continue
-            new, like = numbered[number], wanted[n]
-            if state[n] is None:
-                like = like.stack if isinstance(like, SomeLayers) else like
-                state[n] = jax.tree.map(_zeros, like, new)
-            put_layer = lambda stack, x, i=i: write(
-                stack, jax.device_put(x, DEVICE)[None], i
-            )
-            state[n] = jax.tree.map(put_layer, state[n], new)
-        jax.block_until_ready(state)
-    wrapped = [
-        SomeLayers(x, like.present) if isinstance(like, SomeLayers) else x
-        for x, like in zip(state, wanted, strict=True)
-    ]
-    return structure.unflatten(wrapped)
+    def with_sizes_if_needed(self, numbers: Sequence[Members]) -> "_LayerInit":
+        """The same with `sizes`, if a layer's state is another one without them.
 
+        Raises:
+          ValueError: If `tx.init` combines layers.
+        """
+        structure, whole = self._described(lambda i: True)
+        stacks = [m for m in numbers if not isinstance(m, int)]
+        # One layer with each set of moments.
+        firsts = {tuple(m[i] < 0 for m in stacks): i for i in range(self.tree.length)}
+        for layer in (None, *firsts.values()):
+            same, one = self._described(lambda i, layer=layer: i == layer)
+            if same != structure or one[layer] != whole[layer]:
+                return dataclasses.replace(self, sizes=True)
+        return self
 
-def _layer_shape(members: Members, x: ArrayOrShape) -> PyTree:
-    """The shape of a leaf, or of one layer of a stack."""
-    sharding = getattr(x, "sharding", None)
-    if isinstance(members, int):
-        return (
-            x
-            if sharding is None
-            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    def _described(
+        self, has_size: Callable[[int | None], bool]
+    ) -> tuple[PyTreeDef, Mapping[int | None, list[Hashable]]]:
+        """A new state's structure; shapes and constants of its leaves, by layer."""
+        entry = lambda x, i: (
+            x if has_size(i) else jax.ShapeDtypeStruct(_blank(x), x.dtype)
         )
-    if isinstance(sharding, NamedSharding):
+        params = self.tree.structure.unflatten(
+            self.each_leaf(lambda x, i: entry(_shape(x, i), i))
+        )
+        with within(plain=True):
+            closed, state = trace(lambda params: self.tx.init(params), params)
+        flat, roles = Flat(closed), Roles(self.tree, params, state)
+        of_params = roles.of_parameters("parameter")
+        read = {n: frozenset([layer]) for n, (_, layer) in enumerate(of_params)}
+        for equation in flat.equations:
+            layers = frozenset().union(*(read.get(x, ()) for x in equation.numbers))
+            read |= dict.fromkeys(equation.outputs, layers)
+        described = defaultdict[int | None, list[Hashable]](list)
+        pairs = zip(flat.outputs, closed.out_avals, roles.of_state, strict=True)
+        for x, aval, (name, layer) in pairs:
+            value: Hashable = x if isinstance(x, Constant) else None
+            if not isinstance(x, Constant):
+                if read.get(x, frozenset()) - {layer}:
+                    raise CrossLayerError(
+                        f"`init` computes state{name[1]} from parameters of several"
+                        " layers"
+                    )
+                if x in flat.constants and not is_traced(flat.constants[x]):
+                    value = np.asarray(flat.constants[x]).tobytes()
+            described[layer].append((name, aval.shape, aval.dtype, value))
+        return jax.tree.structure(state), described
+
+
+def _shape(x: ArrayOrShape, layer: int | None) -> jax.ShapeDtypeStruct:
+    """The shape of one layer of a stack, or of another leaf if `layer` is None."""
+    sharding, first = getattr(x, "sharding", None), 0 if layer is None else 1
+    if first and isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(x.shape[first:], x.dtype, sharding=sharding)
 
 
-def _blank(members: Members, x: Array) -> Array:
-    shape = x.shape if isinstance(members, int) else x.shape[1:]
-    return jnp.zeros((0, *shape[1:]) if shape else (), x.dtype)
+def _blank(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return (0, *x.shape[1:]) if x.shape else ()
 
 
 def _read(x: Array, layer: int) -> Array:

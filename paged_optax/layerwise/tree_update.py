@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
+from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import (
@@ -28,11 +29,10 @@ from paged_optax.layerwise.layer_tree import (
     tree_leaves,
 )
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.programs import Programs, layer_programs
 from paged_optax.layerwise.same_updates import SameUpdates
 from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import within
+from paged_optax.transform.context import UNPAGED, current, within
 
 #: Leaves by the numbers of the stacked tree. Zeros replace None, and are not updated.
 Leaves = Sequence[Stored | None]
@@ -57,8 +57,8 @@ class TreeUpdate:
       layered: The parameters and the state, stacked.
       state_structure: The structure of the own state.
       state_members: For each leaf of the stacked state, its leaves in the own state.
-      same: The kinds of layers; None if the stacks are the own tree.
-      programs: The programs of whole stacks, run on slices; None if `tx` itself runs.
+      same: The kinds of layers.
+      plain: True if the stacks are the own tree, and no moment is encoded.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -66,42 +66,41 @@ class TreeUpdate:
     layered: LayeredState
     state_structure: PyTreeDef
     state_members: Sequence[Members]
-    same: SameUpdates | None = None
-    programs: Programs | None = None
-
-    @classmethod
-    def of_stacks(
-        cls,
-        tx: optax.GradientTransformationExtraArgs,
-        layered: LayeredState,
-        dtypes: Sequence[np.dtype],
-    ) -> "TreeUpdate":
-        """Traces the update of a model whose stacks are its own tree.
-
-        An element-wise update of a stack is the update of each slice. `tx` reads the
-        shapes of whole stacks, or of slices of length 1 if moments are encoded.
-
-        Raises:
-          ValueError: If `tx` mixes parameters, or several elements of a stack.
-        """
-        programs = layer_programs(tx, layered, _with_dtypes(layered, dtypes))
-        tree = LayerTree.of_stacks(layered.partition.structure)
-        members, structure = range(len(layered.state)), layered.state_structure
-        return cls(tx, tree, layered, structure, members, programs=programs)
+    same: SameUpdates
+    plain: bool = False
 
     @classmethod
     def of(
         cls,
         tx: optax.GradientTransformationExtraArgs,
-        tree: LayerTree,
+        tree: LayerTree | None,
         layered: LayeredState,
         tree_state: PyTree,
         dtypes: Sequence[np.dtype],
     ) -> "TreeUpdate":
-        """Traces the update."""
+        """Traces the update.
+
+        If `tree` is None, the stacks are the own tree. An element-wise update of a
+        stack is the update of each slice, and `tx` updates slices of length 1.
+
+        Raises:
+          ValueError: If `tx` mixes parameters, or several elements of a stack.
+        """
+        gradients = _with_dtypes(layered, dtypes)
+        if tree is None:
+            tree = LayerTree.of_stacks(layered.partition.structure)
+            same = SameUpdates.of(tx, tree, layered.params, gradients)
+            sliced = [n for n, yes in enumerate(layered.sliced) if yes]
+            same.refuse_parts(layered, gradients, sliced)
+            layered.refuse_other_stacks()
+            members, structure = range(len(layered.state)), layered.state_structure
+            plain = same.whole.state == [
+                str(jax.tree.map(dtype_and_shape, x)) for x in layered.state
+            ]
+            return cls(tx, tree, layered, structure, members, same, plain)
         structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
+        same = SameUpdates.of(tx, tree, layered.params, gradients)
         members = tree.members_of(structure)
-        same = SameUpdates.of(tx, tree, layered.params, _with_dtypes(layered, dtypes))
         return cls(tx, tree, layered, structure, members, same)
 
     def in_chunks(
@@ -109,26 +108,17 @@ class TreeUpdate:
     ) -> "TreeUpdate":
         """The same update, with parameters outside the layers updated in chunks.
 
-        Args:
-          layered: The parameters and the state, and the chunked parameters.
-          dtypes: For each parameter, the dtype of its gradient.
-
         Raises:
           ValueError: If the rows of a chunked parameter are not updated alone.
         """
-        if self.same is None:
-            return TreeUpdate.of_stacks(self.tx, layered, dtypes)
-        self.same.refuse_chunks(layered, _with_dtypes(layered, dtypes))
+        gradients = _with_dtypes(layered, dtypes)
+        self.same.refuse_parts(layered, gradients, layered.chunked)
         return dataclasses.replace(self, layered=layered)
 
     @property
     def kinds(self) -> tuple[int, ...]:
         """For each layer, the number of its kind."""
-        return (0,) * self.layered.length if self.same is None else self.same.kinds
-
-    @property
-    def _pruned(self) -> bool:
-        return self.same is not None and self.same.pruned
+        return self.same.kinds or (0,) * self.layered.length
 
     @functools.cached_property
     def by_kind(self) -> list[list[int]]:
@@ -156,8 +146,6 @@ class TreeUpdate:
         Returns:
           The parameters, and the leaves of the state.
         """
-        if self.programs is not None:
-            return self.programs.run(i, updates, state, params, self.layered)
         runs = [functools.partial(self._updated, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:
             return runs[0](i, updates, state, params)
@@ -226,7 +214,7 @@ class TreeUpdate:
         """Updates layer i in place of layer `place`, or the rest if that is None."""
         members, _ = self.tree.stacked
         zeros = _Zeros()
-        fill = functools.partial(_placed, place, zeros, self._pruned)
+        fill = functools.partial(_placed, place, zeros, self.same.pruned)
         layered, structure = self.layered, self.tree.structure
         tree_params = fill(members, params, layered.params)
         arguments = (
@@ -236,10 +224,12 @@ class TreeUpdate:
             ),
             structure.unflatten(tree_params),
         )
-        with within(layer=i):
+        # A slice of plain moments is updated whole, and not in pages.
+        visitor = UNPAGED if self.plain and i is not None else current().visitor
+        with within(layer=i, visitor=visitor):
             changes, new_state = self.tx.update(*arguments)
         tree_changes = structure.flatten_up_to(changes)
-        if self._pruned:
+        if self.same.pruned:
             new_leaves = self.state_structure.flatten_up_to(new_state)
         else:  # a state may come in containers that `tx` does not return
             new_leaves = jax.tree.leaves(new_state, is_leaf=is_quantized)

@@ -85,12 +85,7 @@ def host_like(tree: Tree, like: PyTree) -> Tree:
 
 
 def add_in_place(x: Array, update: Array) -> Array:
-    """Adds in the update's buffer. XLA:GPU would allocate a third one for the sum.
-
-    Args:
-      x: A parameter that was fetched.
-      update: Its update.
-    """
+    """Adds in the update's buffer. XLA:GPU would allocate a third one for the sum."""
     rows = x.shape[0] if x.ndim else 1
     parts = max(n for n in range(1, _PARTS_IN_PLACE + 1) if rows % n == 0)
     if parts == 1 or update.dtype != x.dtype:

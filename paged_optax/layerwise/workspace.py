@@ -8,15 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.tree_util import tree_flatten_with_path
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.text import dtype_and_shape, keystr, matching_names, path_name
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.text import keystr, matching_names, path_name
 from paged_optax.backend.validation import (
-    brief,
     check_arrays,
-    nondifferentiable,
     parameter_dtype,
 )
 from paged_optax.layerwise.clipping import widest
@@ -29,6 +27,7 @@ from paged_optax.layerwise.parameters import (
 )
 from paged_optax.layerwise.slices import is_sliced
 
+_ALLOCATE = "Allocate a workspace with GradientWorkspace.allocate(params['layers'])."
 _PASS_REST = (
     "pass the model's parameters without the layers' to GradientWorkspace.allocate as"
     " rest=."
@@ -122,8 +121,8 @@ class GradientWorkspace:
 
         Raises:
           ValueError: If a leaf has no leading axis, or another length than the others;
-            if layers are not stacked; if a leaf is complex and a dtype is real; if
-            `rest` is given without `host_dtype`, or has a leaf without a gradient.
+            if layers are not stacked; if `rest` is given without `host_dtype`, or is no
+            mapping.
         """
         check_arrays("layers", layers)
         if rest is not None and host_dtype is None:
@@ -136,18 +135,11 @@ class GradientWorkspace:
             dtype = parameter_dtype("dtype", dtype)
         if host_dtype is not None:
             host_dtype = parameter_dtype("host_dtype", host_dtype)
-        flat, structure = jax.tree_util.tree_flatten_with_path(layers)
+        flat, structure = tree_flatten_with_path(layers)
         names = [path_name(path) for path, _ in flat]
         stacks = [x for _, x in flat]
         length_of(layers)
-        _refuse_real("dtype", dtype, flat)
-        _refuse_real("host_dtype", host_dtype, flat)
         patterns = [accumulate] if isinstance(accumulate, str) else accumulate
-        if not isinstance(patterns, Sequence):
-            raise TypeError(
-                f"accumulate={brief(accumulate)} is neither a pattern nor a list of"
-                " patterns, such as '*norm*'."
-            )
         accumulated = set[str]().union(*(matching_names(p, names) for p in patterns))
         host = None
         if host_dtype is not None:
@@ -244,12 +236,7 @@ class GradientWorkspace:
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the layers' parameters, and the others."""
-        children = by_name(params)
-        if not children:
-            raise ValueError(
-                f"params is of type {type(params).__name__}: pass the mapping of all"
-                " parameters, as layerwise_step gets it."
-            )
+        children = by_name(params) or {}
         errors: list[ValueError] = []
         for key in sorted(children, key=lambda key: key != "layers"):
             rest = {name: x for name, x in children.items() if name != key}
@@ -259,7 +246,14 @@ class GradientWorkspace:
                 errors.append(error)
             else:
                 return children[key], rest
-        raise errors[0]
+        raise (
+            errors[0]
+            if errors
+            else ValueError(
+                f"params is of type {type(params).__name__}: pass the mapping of all"
+                " parameters, as layerwise_step gets it."
+            )
+        )
 
     def check(self, layers: PyTree, rest: PyTree = None) -> None:
         """Raises if the workspace is allocated for a model of other sizes.
@@ -271,73 +265,35 @@ class GradientWorkspace:
         Raises:
           ValueError: If the sizes differ; the message names the leaf.
         """
-        paths = jax.tree_util.tree_flatten_with_path(layers)[0]
-        wanted = {keystr(p): x.shape[1:] for p, x in paths}
-        paths = jax.tree_util.tree_flatten_with_path(self.gradients)[0]
-        allocated = {keystr(p): x.shape for p, x in paths}
-        for name in (*wanted, *allocated):
-            shape, layer = allocated.get(name), wanted.get(name)
-            if shape != layer:
-                raise ValueError(
-                    f"workspace{name} is allocated for a layer's shape {shape}, and the"
-                    f" model's layers have {layer} there: allocate a workspace for this"
-                    " model, with GradientWorkspace.allocate(params['layers'])."
-                )
-        for name, layer in zip(allocated, wanted, strict=True):
-            if name != layer:
-                raise ValueError(
-                    f"workspace{name} stands where the model's layers have {layer}:"
-                    " their mappings differ in the order of their leaves. Allocate a"
-                    " workspace with GradientWorkspace.allocate(params['layers'])."
-                )
-        for (path, x), to in zip(
-            jax.tree_util.tree_flatten_with_path(layers)[0],
-            jax.tree.leaves(self.host),
-            strict=self.host is not None,
-        ):
-            if x.shape != to.shape:
-                raise ValueError(
-                    f"workspace.host{keystr(path)} has shape {to.shape}, the model's"
-                    f" layers {x.shape}: allocate a workspace for this model."
-                )
+        layer = jax.tree.map(_slice_shape, layers)
+        _refuse_other("", self.gradients, layer, _ALLOCATE)
+        if self.host is not None:
+            _refuse_other(".host", self.host, layers, _ALLOCATE)
         if self.pending is not None:
-            _refuse_other_rest(self.pending.rest, rest)
+            _refuse_other(".pending.rest", self.pending.rest, rest, _PASS_REST)
 
 
-def _refuse_real(
-    argument: str,
-    dtype: DTypeLike | None,
-    layers: Sequence[tuple[KeyPath, Shaped]],
-) -> None:
-    if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
-        return
-    for path, x in layers:
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise ValueError(
-                f"{argument}={jnp.dtype(dtype)} has no room for the imaginary part of"
-                f" layers{keystr(path)}, which is {x.dtype}: pass a"
-                " complex dtype, or None."
-            )
+def _slice_shape(x: Shaped) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], jax.typeof(x).dtype)
 
 
-def _refuse_other_rest(allocated: PyTree, rest: PyTree) -> None:
-    describe = lambda tree: {
-        keystr(path): (x.shape, jax.typeof(x).dtype)
-        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-    shapes, wanted = describe(allocated), describe(rest)
+def _refuse_other(field: str, allocated: PyTree, model: PyTree, way_out: str) -> None:
+    """Raises if buffers have other names or shapes than a model's."""
+    shapes, wanted = (
+        {keystr(path): x.shape for path, x in tree_flatten_with_path(tree)[0]}
+        for tree in (allocated, model)
+    )
     for name in (*wanted, *shapes):
         shape, other = shapes.get(name), wanted.get(name)
         if shape != other:
             raise ValueError(
-                f"workspace is allocated for rest{name} {shape or 'absent'}, and in the"
-                f" model it is {other or 'absent'}: {_PASS_REST}"
+                f"workspace{field}{name} is allocated for the shape {shape}, and the"
+                f" model has {other} there: {way_out}"
             )
-    structures = jax.tree.structure(allocated), jax.tree.structure(rest)
-    if structures[0] != structures[1]:
+    if [*shapes] != [*wanted]:
         raise ValueError(
-            f"workspace is allocated for rest={structures[0]}, and the model has"
-            f" {structures[1]}: {_PASS_REST}"
+            f"workspace{field} has its leaves in another order than the model:"
+            f" {way_out}"
         )
 
 
@@ -346,11 +302,6 @@ def _nothing_pending(
 ) -> Pending:
     """Zeros for the gradients of the other parameters, and for the norm."""
     check_arrays("rest", rest)
-    for path, x in nondifferentiable(rest):
-        raise ValueError(
-            f"rest{keystr(path)} is {dtype_and_shape(x)} and has no gradient:"
-            " leave it out of params, and of rest."
-        )
     children = by_name(rest)
     if children is None:
         raise TypeError(

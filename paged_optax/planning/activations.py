@@ -10,13 +10,13 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Sequence
 
 import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.text import path_name, readable_bytes
+from paged_optax.backend.text import path_name
 from paged_optax.losses.linear_cross_entropy import Chunks
 
 NamedShape = tuple[str, jax.ShapeDtypeStruct]
@@ -57,41 +57,37 @@ class Layers:
 def find_layers(params: PyTree, key: str) -> Layers | None:
     """Finds the layers: stacks under a key, or the most bytes of numbered layers."""
     leaves = _by_path(params)
-    inside = _under(leaves, key)
     others = lambda layers: tuple(x for n, x in enumerate(leaves) if n not in layers)
-    if length := _stack_length([leaves[n] for n in inside], key):
+    stacks, length = _stacks(leaves, key)
+    if stacks:
         cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        one = tuple((path, cut(x)) for path, x in (leaves[n] for n in inside))
-        return Layers(length, one, others({*inside}))
+        one = tuple((path, cut(x)) for path, x in (leaves[n] for n in stacks))
+        return Layers(length, one, others({*stacks}))
     # Any number in a path may be a layer's. The text before it names the list, the text
     # after it the array within the layer.
-    numbered: dict[tuple[str, int], dict[str, int]] = {}
+    numbered = collections.defaultdict[tuple[str, int], dict[str, int]](dict)
     for n, (path, _) in enumerate(leaves):
         for match in re.finditer(r"\d+(?=[^\d])", path):
-            layer = numbered.setdefault((path[: match.start()], int(match[0])), {})
-            layer[path[match.end() :]] = n
-    families: dict[Hashable, list[tuple[str, int]]] = collections.defaultdict(list)
-    for (prefix, number), layer in numbered.items():
-        kinds = ((name, leaves[n][1]) for name, n in layer.items())
-        arrays = frozenset((name, x.shape, x.dtype) for name, x in kinds)
-        families[prefix, arrays].append((prefix, number))
+            layer = path[: match.start()], int(match[0])
+            numbered[layer][path[match.end() :]] = n
+    alike = collections.defaultdict[object, list[tuple[str, int]]](list)
+    for layer, arrays in numbered.items():
+        types = frozenset((name, leaves[n][1]) for name, n in arrays.items())
+        alike[layer[0], types].append(layer)
     of = lambda family: {n for layer in family for n in numbered[layer].values()}
-    several = (family for family in families.values() if len(family) > 1)
     size = lambda family: nbytes([leaves[n][1] for n in of(family)])
-    most = max(several, key=size, default=None)
+    most = max((x for x in alike.values() if len(x) > 1), key=size, default=None)
     if most is None:
         return None
-    prefix, number = first = min(most)
-    one = tuple(leaves[n] for n in numbered[first].values())
+    prefix, number = min(most)
+    one = tuple(leaves[n] for n in numbered[prefix, number].values())
     return Layers(len(most), one, others(of(most)), f"{prefix}{number}")
 
 
 def stacks_under(params: PyTree, key: str) -> frozenset[int]:
     """Leaf positions of the stacks under a key; empty without stacks."""
-    leaves = _by_path(params)
-    inside = _under(leaves, key)
-    length = _stack_length([leaves[n] for n in inside], key)
-    return frozenset(inside if length and length <= _MOST_LAYERS else ())
+    stacks, length = _stacks(_by_path(params), key)
+    return frozenset(stacks if length <= _MOST_LAYERS else ())
 
 
 def _by_path(params: PyTree) -> list[NamedShape]:
@@ -101,20 +97,18 @@ def _by_path(params: PyTree) -> list[NamedShape]:
     ]
 
 
-def _under(leaves: Sequence[NamedShape], key: str) -> list[int]:
-    return [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
-
-
-def _stack_length(inside: Sequence[NamedShape], key: str) -> int | None:
-    lengths = {x.shape[:1] for _, x in inside}
+def _stacks(leaves: Sequence[NamedShape], key: str) -> tuple[list[int], int]:
+    """Positions of the stacks under a key, and their length."""
+    inside = [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
+    lengths = {leaves[n][1].shape[:1] for n in inside}
     if len(lengths) != 1 or lengths == {()}:
-        return None
+        return [], 0
     # Matrices and vectors of a list of layers may begin with one width.
     number = re.compile(rf"(^|/){re.escape(key)}/[^/\d]*\d+(/|$)")
-    listed = any(number.search(path) for path, _ in inside)
-    if listed and max(len(x.shape) for _, x in inside) < 3:
-        return None
-    return lengths.pop()[0]
+    listed = any(number.search(leaves[n][0]) for n in inside)
+    if listed and max(len(leaves[n][1].shape) for n in inside) < 3:
+        return [], 0
+    return inside, lengths.pop()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +140,6 @@ class Sizes:
     vocabulary: int  # entries of the output
     tied: bool  # the output matrix is the embedding
     itemsize: int  # bytes of a value in the products' dtype
-    experts: int = 0
 
     def operations(self, parameters: int, workload: Workload) -> int:
         r"""Operations of a step's products.
@@ -162,70 +155,46 @@ class Sizes:
         attention = 16 * self.layers * workload.length * self.query
         return workload.tokens * (8 * parameters + attention)
 
-    def expert_note(self, workload: Workload) -> str:
-        """A note on products of experts that are not counted; empty without experts."""
-        if not self.experts:
-            return ""
-        # Inputs and outputs, gathered for each expert.
-        rows = 4 * self.experts * workload.tokens * self.width * self.itemsize
-        return (
-            f"{self.experts} experts: activations are those of a layer in which all of"
-            " them compute each token. jax.lax.ragged_dot takes more on a GPU, where"
-            " JAX makes it a product of every row with every expert: up to"
-            f" {readable_bytes(rows)} for each expert that a token is sent to."
-        )
-
 
 def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     """The sizes of a model, and a note on assumed heads.
 
     All experts of a mixture are counted, as if each token went to each expert.
     """
-    matrices = [(path, x) for path, x in layers.one if len(x.shape) > 1]
-    shapes = [x.shape for _, x in matrices]
-    counts = collections.Counter(n for shape in shapes for n in {*shape})
+    matrices = [(path, x.shape) for path, x in layers.one if len(x.shape) > 1]
+    counts = collections.Counter(n for _, shape in matrices for n in {*shape})
     width = max(counts, key=lambda n: (counts[n], n), default=1)
-    projected = [max(1, math.prod(shape) // width) for shape in shapes]
-    queries = [x.shape for path, x in matrices if _QUERY.search(path)]
-    query = counted = 0
-    if queries:
-        query = math.prod(queries[0]) // width
-        # [width, heads, head] in Flax; [heads, width, head] in Gemma.
-        axes = [n for n in queries[0] if n != width]
-        counted = axes[0] if len(queries[0]) == 3 and axes else query // _HEAD
+    projected = [max(1, math.prod(shape) // width) for _, shape in matrices]
+    queries = [shape for path, shape in matrices if _QUERY.search(path)]
+    shape = queries[0] if queries else (0,)
+    query = math.prod(shape) // width
+    # [width, heads, head] in Flax; [heads, width, head] in Gemma.
+    axes = [n for n in shape if n != width] if len(shape) == 3 else []
+    assumed = axes[0] if axes else query // _HEAD
     outside = [x.shape for _, x in layers.others if width in x.shape]
     outputs = [n for shape in outside if (n := math.prod(shape) // width) > 1]
+    vocabulary = max(outputs, default=0)
     sizes = Sizes(
         layers.count,
         width,
         sum(projected),
         max(projected, default=0),
         query,
-        counted if heads is None else heads,
-        max(outputs, default=0),
-        outputs.count(max(outputs, default=0)) < 2,
+        assumed if heads is None else heads,
+        vocabulary,
+        outputs.count(vocabulary) < 2,
         max((x for _, x in layers.one), key=lambda x: x.size).dtype.itemsize,
-        _experts(shapes, width),
     )
-    if heads is not None or any(len(shape) == 3 for shape in queries):
+    if heads is not None or len(shape) == 3:
         return sizes, ""
-    if not sizes.heads:
+    if not assumed:
         return sizes, (
             "No matrix of queries is known by its name, so that no attention scores are"
             " counted: heads= states how many heads there are."
         )
     return sizes, (
-        f"{sizes.heads} heads of {_HEAD} values are assumed: heads= states another"
-        " number."
+        f"{assumed} heads of {_HEAD} values are assumed: heads= states another number."
     )
-
-
-def _experts(shapes: Collection[tuple[int, ...]], width: int) -> int:
-    stacks = [shape[0] for shape in shapes if len(shape) == 3 and width in shape]
-    routers = [shape for shape in shapes if len(shape) == 2 and width in shape]
-    scores = {n for shape in routers for n in shape}
-    routed = [n for n in stacks if n in scores and n != width]
-    return max(routed, default=0) if len(routed) > 1 else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Cards by name, and the seconds of a step on them."""
 
 import dataclasses
-import difflib
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,14 +13,13 @@ from paged_optax.backend.validation import brief, check_rate
 DEFAULT_LINK = 25.0
 
 
-def machine_rate(name: str, value: object) -> float:
+def machine_rate(name: str, value: int | float) -> float:
     """Checks the rate of a link, in GB/s, or of products, in TFLOP/s."""
     check_rate(name, value)
-    number: Any = value.item() if isinstance(value, np.generic) else value
     # Outside these bounds, sums of bytes and seconds overflow.
-    if not 1e-9 <= number <= 1e9:
+    if not 1e-9 <= float(value) <= 1e9:
         raise ValueError(f"{name}={brief(value)} is no machine's: pass 1e-9 to 1e9.")
-    return float(number)
+    return float(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +32,6 @@ class Card:
     teraflops: float  # in bfloat16; in float16 if `bfloat16` is set
     gpu: bool = True  # False: a TPU
     bfloat16: float | None = None  # of tensor cores that support float16 only
-    host_memory: int | None = None  # bytes that are free, if known
-
-    def __post_init__(self) -> None:
-        for name in ("link", "both_ways", "teraflops"):
-            machine_rate(name, getattr(self, name))
 
     def products(self, dtype: DTypeLike) -> float:
         """The rate of products in a dtype, in 10^12 operations a second."""
@@ -110,8 +102,8 @@ def _letters(name: str) -> str:
     return plain.removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
 
 
-_NAMES = {_letters(x): x for x in CARDS} | {
-    _letters(x): card for x, card in _DEVICE_KINDS.items()
+_NAMES = {_letters(x): card for x, card in _DEVICE_KINDS.items()} | {
+    _letters(x): x for x in CARDS
 }
 
 
@@ -122,56 +114,29 @@ def card_name(name: str) -> str | None:
 
 def local_card() -> Card | None:
     """The card of this machine; None if it is not in `CARDS`."""
-    name = card_name(jax.local_devices()[0].device_kind)
-    return CARDS[name] if name else None
+    return CARDS.get(card_name(jax.local_devices()[0].device_kind) or "")
 
 
-def find_card(name: str | Card, argument: str = "card") -> Card:
+def find_card(name: str) -> Card:
     """The card of a name in any spelling: `"RTX 4090"`, `"nvidia-l4"`, `"Tesla T4"`."""
-    if isinstance(name, Card):
-        return name
-    if isinstance(name, str) and (key := card_name(name)):
+    if key := card_name(name):
         return CARDS[key]
-    known = {_letters(x): x for x in CARDS}
-    written = _letters(name) if isinstance(name, str) else ""
-    close = difflib.get_close_matches(written, known, n=2, cutoff=0.5)
-    guess = f" Did you mean {' or '.join(known[x] for x in close)}?" if close else ""
     raise ValueError(
-        f"{argument}={brief(name)} is none of {', '.join(CARDS)}.{guess} For another"
-        " card state its memory, link and TFLOP/s."
+        f"card={brief(name)} is none of {', '.join(CARDS)}: for another card state its"
+        " memory, link and TFLOP/s."
     )
 
 
-def free_from(
-    parameters: int,
-    bytes_up: int,
-    bytes_down: int,
-    *,
-    up_gigabytes_per_second: float,
-    down_gigabytes_per_second: float | None = None,
-    teraflops: float,
-    flops_per_parameter: float = 6.0,
-    both_ways: bool = True,
-) -> int:
-    r"""The tokens a step from which products hide all transfers.
+def free_from(parameters: int, seconds: float, teraflops: float) -> int:
+    r"""The tokens a step from which products hide seconds of transfers.
 
     .. math::
-        n = \left\lceil \frac{t F}{k P} \right\rceil, \qquad
-        t = \max(b_\uparrow / r_\uparrow, b_\downarrow / r_\downarrow)
+        n = \left\lceil \frac{t F}{6 P} \right\rceil
 
-    where :math:`P` parameters take :math:`k` operations a token at :math:`F` a second:
-    6 in a backward pass with rematerialization, as in `layerwise_step`, 8 in a whole
-    step. On a link that is not full duplex, :math:`t` is the sum.
+    where :math:`P` parameters take six operations a token at :math:`F` a second in a
+    backward pass with rematerialization, as in `layerwise_step`.
     """
-    down = down_gigabytes_per_second
-    down = up_gigabytes_per_second if down is None else down
-    up_rate = machine_rate("up_gigabytes_per_second", up_gigabytes_per_second)
-    down_rate = machine_rate("down_gigabytes_per_second", down)
-    products = machine_rate("teraflops", teraflops)
-    check_rate("flops_per_parameter", flops_per_parameter)
-    seconds = bytes_up / (up_rate * 1e9), bytes_down / (down_rate * 1e9)
-    hidden = max(seconds) if both_ways else sum(seconds)
-    return math.ceil(hidden * products * 1e12 / (flops_per_parameter * parameters))
+    return math.ceil(seconds * teraflops * 1e12 / (6.0 * parameters))
 
 
 # Shares of a data sheet's TFLOP/s in training. Large models on many GPUs: 40 to 57%
@@ -193,17 +158,20 @@ class Rates:
         link: float | None, teraflops: float | None, card: Card | None, dtype: DTypeLike
     ) -> "Rates":
         """Stated rates, else those of a card for products of `dtype`."""
-        both = card.both_ways if card and link is None else None
-        link = (card.link if card else DEFAULT_LINK) if link is None else link
-        link = machine_rate("link_gigabytes_per_second", link)
-        reached = None
+        reached = both_ways = None
+        if link is not None:
+            link = machine_rate("link_gigabytes_per_second", link)
+        elif card is not None:
+            link, both_ways = card.link, card.both_ways
+        else:
+            link = DEFAULT_LINK
         if teraflops is not None:
             teraflops = machine_rate("teraflops", teraflops)
             reached = teraflops, teraflops
         elif card is not None:
             products = card.products(dtype)
             reached = _LEAST * products, _MOST * products
-        return Rates(link, both or 2 * link, reached)
+        return Rates(link, both_ways or 2 * link, reached)
 
     def seconds(
         self, operations: int, moved: int, overlap: bool

@@ -2,8 +2,7 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Iterator
 
 from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
@@ -59,8 +58,8 @@ class Footprint:
 
 
 @dataclasses.dataclass(frozen=True)
-class Footprints(Sequence[Footprint]):
-    """Ways to train a model, the most ordinary first. Prints as tables.
+class Footprints:
+    """A sequence of ways to train a model. Prints as tables.
 
     Attributes:
       rows: The ways.
@@ -73,7 +72,6 @@ class Footprints(Sequence[Footprint]):
       inner: The transformation, as code.
       arguments: Further arguments of `paged`, as code.
       gpu: True for a GPU, whose host memory XLA's pool pins; False for a TPU.
-      host_memory: Free host memory in bytes; None if unknown.
     """
 
     rows: tuple[Footprint, ...]
@@ -86,16 +84,12 @@ class Footprints(Sequence[Footprint]):
     inner: str = "inner"
     arguments: str = ""
     gpu: bool = True
-    host_memory: int | None = None
 
-    @overload
-    def __getitem__(self, index: int) -> Footprint: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Footprint]: ...
-
-    def __getitem__(self, index: int | slice) -> Footprint | Sequence[Footprint]:
+    def __getitem__(self, index: int) -> Footprint:
         return self.rows[index]
+
+    def __iter__(self) -> Iterator[Footprint]:
+        return iter(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -123,30 +117,35 @@ class Footprints(Sequence[Footprint]):
 
         return min(self.fitting, key=rank, default=None)
 
-    def tables(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-        """Titles and rows: totals, parts on the device, and seconds with a batch."""
+    def tables(self) -> Iterator[str]:
+        """Totals, parts on the device, and seconds with a batch."""
         # One unit for all rows, to compare them.
         largest = max((max(row.device, row.host) for row in self.rows), default=0)
         unit, scale = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
         number = lambda size: f"{size / 2**scale:.1f}"
-        sizes = ("parameters", "gradients", "moments", "scratch")
-        fits, parts = [], []
-        for row in self.rows:
-            left = self.available - row.device
-            link, fit = f"{row.link_seconds:.2g}", "yes" if left > 0 else "no"
-            device, host = number(row.device), number(row.host)
-            fits.append((row.way, device, host, link, fit, number(left)))
-            parts.append((row.way, *(number(getattr(row, size)) for size in sizes)))
-        totals = f"way, in {unit}", "device", "host", "link s", "fits", "left"
-        on_device = "on the device", "weights", *sizes[1:]
-        tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]]
-        tables = [(totals, fits), (on_device, parts)]
+        rows = [
+            (
+                row.way,
+                *map(number, (row.device, row.host)),
+                f"{row.link_seconds:.2g}",
+                "yes" if row.device < self.available else "no",
+                number(self.available - row.device),
+            )
+            for row in self
+        ]
+        titles = f"way, in {unit}", "device", "host", "link s", "fits", "left"
+        yield table(titles, rows)
+        parts = [(x.parameters, x.gradients, x.moments, x.scratch) for x in self]
+        rows = [
+            (x.way, *map(number, part)) for x, part in zip(self, parts, strict=True)
+        ]
+        titles = "on the device", "weights", "gradients", "moments", "scratch"
+        yield table(titles, rows)
         if self.workload is not None:
             batch = f"{self.workload.batch} x {self.workload.length} tokens"
             timed = ("seconds a step",) if self.rows[0].seconds else ()
-            steps = [(row.way, number(row.activations), *_range(row)) for row in self]
-            tables += [((batch, "activations", *timed), steps)]
-        return tables
+            rows = [(x.way, number(x.activations), *_range(x)) for x in self]
+            yield table((batch, "activations", *timed), rows)
 
     def notes(self) -> str:
         """Notes on the tables."""
@@ -198,23 +197,17 @@ class Footprints(Sequence[Footprint]):
             row = max(self.rows, key=lambda row: row.host)
         if not row.host:
             return
-        taken = pinned_pool.pinned_bytes(row.arrays)
-        gigabytes = pinned_pool.limit_gigabytes(row.arrays)
-        limited = pinned_pool.pinned_bytes(row.arrays, gigabytes << 30) or 0
-        takes = "does not hand out so much"
-        if taken is not None:
+        arrays, takes = row.arrays, "does not hand out so much"
+        if (taken := pinned_pool.pinned_bytes(arrays)) is not None:
             takes = f"takes {readable_bytes(taken)} for it"
         text = (
             f"Host memory: {row.way} needs {readable_bytes(row.host)} pinned, and XLA's"
             f" pool on a GPU {takes}."
         )
         # A limit helps if the pool would refuse an array, or would take less.
-        helps = taken is None or limited < taken
-        if self.host_memory is not None:
-            little = (limited if helps else taken or 0) > self.host_memory
-            free = readable_bytes(self.host_memory)
-            text += f" This machine has {free} free{': too little' * little}."
-        if not helps:
+        gigabytes = pinned_pool.limit_gigabytes(arrays)
+        limited = pinned_pool.pinned_bytes(arrays, gigabytes << 30) or 0
+        if taken is not None and limited >= taken:
             yield text
             return
         least = readable_bytes(limited)
@@ -242,7 +235,7 @@ class Footprints(Sequence[Footprint]):
             )
 
     def __str__(self) -> str:
-        parts = *(table(*x) for x in self.tables()), self.notes(), self.advice()
+        parts = *self.tables(), self.notes(), self.advice()
         return "\n\n".join(filter(None, parts))
 
 

@@ -1,7 +1,6 @@
 """Shapes of a model: by name, by size, or of a function that makes it."""
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import math
@@ -12,7 +11,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
@@ -42,28 +40,25 @@ class Decoder:
     def shapes(self) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
         """The parameters' `ShapeDtypeStruct`s, layers stacked under `"layers"`."""
         hidden, inner = self.hidden, self.inner
-        layer = {
-            **{f"norm{i + 1}": (hidden,) for i in range(self.norms)},
-            "q": (hidden, self.query),
-            "k": (hidden, self.key),
-            "v": (hidden, self.key),
-            "o": (self.query, hidden),
-            "gate": (hidden, inner),
-            "up": (hidden, inner),
-            "down": (inner, hidden),
-        }
-        tree: dict[str, PyTree[tuple[int, ...]]] = {
-            "layers": {name: (self.layers, *shape) for name, shape in layer.items()}
+        shape = lambda *axes: jax.ShapeDtypeStruct(axes, self.dtype)
+        stack = functools.partial(shape, self.layers)
+        tree: dict[str, PyTree[jax.ShapeDtypeStruct]] = {
+            "layers": {
+                **{f"norm{i + 1}": stack(hidden) for i in range(self.norms)},
+                "q": stack(hidden, self.query),
+                "k": stack(hidden, self.key),
+                "v": stack(hidden, self.key),
+                "o": stack(self.query, hidden),
+                "gate": stack(hidden, inner),
+                "up": stack(hidden, inner),
+                "down": stack(inner, hidden),
+            }
         }
         if self.vocabulary:
-            tree |= {"embed": (self.vocabulary, hidden), "norm": (hidden,)}
+            tree |= {"embed": shape(self.vocabulary, hidden), "norm": shape(hidden)}
             if not self.tied:
-                tree["head"] = (hidden, self.vocabulary)
-        return jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, self.dtype),
-            tree,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
+                tree["head"] = shape(hidden, self.vocabulary)
+        return tree
 
     @property
     def size(self) -> int:
@@ -100,10 +95,6 @@ DECODERS = {
 }
 
 
-#: No model has more parameters.
-MOST_PARAMETERS = 1e14
-
-
 def of_size(parameters: int | float) -> Decoder:
     """A decoder of about this many parameters, in the proportions of Llama 3.
 
@@ -111,27 +102,17 @@ def of_size(parameters: int | float) -> Decoder:
     has 128256 rows, untied from 4 billion parameters on. The width is the multiple of
     256 for which the number of layers is nearest to a 128th of it.
     """
-    if parameters > MOST_PARAMETERS:
-        raise ValueError(
-            f"{parameters:.3g} parameters are more than any model has, which is fewer"
-            f" than {MOST_PARAMETERS:.0e}."
-        )
-    decoders, smallest = [], math.inf
+    if not 4e7 <= parameters <= 1e14:
+        raise ValueError(f"model of {parameters:.3g} parameters: pass 40M to 100T.")
+    decoders = []
     for hidden in range(256, 32769, 256):
         inner, tied = 7 * hidden // 2, parameters < 4e9
         sizes = hidden, hidden, min(1024, hidden), inner
         none, one = (Decoder(*sizes, n, 128256, tied).size for n in (0, 1))
-        smallest = min(smallest, one)
         # A decoder's size is linear in its layers.
         layers = round((parameters - one) / (one - none)) + 1
         if layers >= 1:
             decoders.append(Decoder(*sizes, layers, 128256, tied))
-    if not decoders:
-        raise ValueError(
-            f"{parameters:.3g} parameters are fewer than the {smallest:.3g} of the"
-            " smallest decoder of this family. Smaller models: --module, --checkpoint,"
-            " or what_fits with your own parameters."
-        )
     return min(decoders, key=lambda x: abs(math.log(128 * x.layers / x.hidden)))
 
 
@@ -164,10 +145,17 @@ def model_shapes(
 
 def decoder_of(name: str) -> Decoder:
     """The decoder of a name or a size, as in `model_shapes`."""
-    if not isinstance(name, str):
-        raise ValueError(f"model {name!r} is no text: pass one such as '8B'.")
+    text, words = str(name), _words(str(name))
     named = {_words(known): decoder for known, decoder in DECODERS.items()}
-    return named.get(_words(name)) or of_size(_count(name))
+    if words in named:
+        return named[words]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)([MBT]?)", text.strip().upper())
+    if match is None:
+        raise ValueError(
+            f"model {text!r} is neither a number of parameters, such as '8B' or"
+            f" '350M', nor one of {', '.join(DECODERS)}."
+        )
+    return of_size(float(match[1]) * {"": 1, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
 
 
 # Words of a name that state the training or its author.
@@ -179,29 +167,6 @@ def _words(name: str) -> tuple[str, ...]:
     return tuple(x for x in words if x not in _IGNORED)
 
 
-def _count(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)([MBT]?)", text.strip().upper())
-    if match is None:
-        written = "".join(_words(text))
-        longer = [x for x in DECODERS if "".join(_words(x)).startswith(written)]
-        close = longer[:2] if written else []
-        close = close or difflib.get_close_matches(written, DECODERS, n=2)
-        guess = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(
-            f"model {text!r} is neither a number of parameters, such as '8B' or"
-            f" '350M', nor one of {', '.join(DECODERS)}.{guess}"
-        )
-    count = float(match[1]) * {"": 1, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
-    # A forgotten unit: no model has eight parameters.
-    if not match[2] and count < 1e4:
-        way_out = f"Did you mean {match[1]}B?" if count else "Pass one such as '8B'."
-        raise ValueError(f"model {text!r} would have {count:g} parameters. {way_out}")
-    return count
-
-
-_FORM = "--module names a function as package.module:function"
-
-
 def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of the parameters that `"package.module:function"` makes.
 
@@ -209,31 +174,18 @@ def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
     a Linen module and its inputs, `(module, *inputs)`; or the parameters, as arrays or
     `ShapeDtypeStruct`s.
     """
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
-        raise ValueError(f"{name!r}: {_FORM}, such as mymodel:make_model.")
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         make = operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r}: {_FORM}, and {error}.") from error
+        return jax.eval_shape(lambda: _parameters(make()))
     except (Exception, SystemExit) as error:  # from the module's code
-        raise ValueError(f"{name!r}: importing {module} {_failed(error)}") from error
-    try:
-        params = jax.eval_shape(lambda: _parameters(make()))
-    except (Exception, SystemExit) as error:  # from the function's code
+        first, *_ = [*str(error).splitlines(), ""]
         raise ValueError(
-            f"{name!r}: calling it without arguments {_failed(error)}"
+            f"--module {name!r} failed with {type(error).__name__}: {first[:300]} It"
+            " names a function of no arguments as package.module:function."
         ) from error
-    if not jax.tree.leaves(params):
-        raise ValueError(f"{name!r} returns no parameters.")
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-
-
-def _failed(error: BaseException) -> str:
-    first, *_ = [*str(error).splitlines(), ""]
-    return f"failed with {type(error).__name__}: {first}".rstrip(": ")
 
 
 def _parameters(model: PyTree) -> PyTree[ArrayLike]:
@@ -245,12 +197,6 @@ def _parameters(model: PyTree) -> PyTree[ArrayLike]:
         module, *inputs = model if isinstance(model, tuple) and model else (model,)
         if isinstance(module, linen.Module):
             return module.init(jax.random.key(0), *inputs)["params"]
-    return jax.tree.map(_array, model)
-
-
-def _array(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.lax.empty(x.shape, x.dtype)
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"it returns a {type(x).__name__}, and that is no parameter")
-    return x
+    described = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    empty = lambda x: jax.lax.empty(x.shape, x.dtype) if described(x) else x
+    return jax.tree.map(empty, model)

@@ -37,12 +37,7 @@ class Ways:
         if self.codec:
             yield self._ordinary(f"paged{self.codec}", self.coded_plan)
         if self.layers is not None:
-            way = self._layerwise(self.layers)
-            yield way
-            on_host = self._with_weights_on_host(way, self.layers)
-            yield on_host
-            if self.layers.rest:
-                yield self._with_all_on_host(on_host, way, self.layers)
+            yield from self._by_layers(self.layers)
 
     def _footprint(
         self, way: str, gradients: int, plan: PagePlan, **other: int | float
@@ -69,9 +64,8 @@ class Ways:
         the layers' backward pass. With `waits` the gradients of the loss stay on the
         device until the end of the backward pass.
         """
-        if self.activations is None:
+        if (held := self.activations) is None:
             return row
-        held = self.activations
         layer = held.layer + held.scores + held.waiting * waits
         peak = held.saved + max(at_head + held.head, in_layers + layer)
         return dataclasses.replace(row, activations=max(0, peak - row.device))
@@ -86,75 +80,64 @@ class Ways:
     def _moments_of(self, size: int) -> int:
         return self.resident.device_bytes * size // max(1, self.parameters)
 
-    def _layerwise(self, layers: Layers) -> Footprint:
+    def _by_layers(self, layers: Layers) -> Iterator[Footprint]:
+        """Weights on the device, of the layers on the host, and all on the host."""
+        one, rest, other = layers.largest, layers.rest, layers.largest_of_rest
+        plan, forward = self.coded_plan, self.activations and self.activations.forward
         # A layer's moments are transferred while its gradients are computed, in float32
         # or in the parameters' dtype.
-        scratch = layers.largest + self._moments_of(layers.largest)
+        moments = self._moments_of(one)
+        scratch = one + moments
+        way = f"{LAYERWISE}{self.codec}"
+        seconds = plan.link_bytes / self.rate
         row = self._footprint(
-            f"{LAYERWISE}{self.codec}",
-            layers.largest + layers.rest,
-            self.coded_plan,
-            scratch=scratch,
-            link_seconds=self.coded_plan.link_bytes / self.rate,
+            way, one + rest, plan, scratch=scratch, link_seconds=seconds
         )
-        at_head = row.parameters + row.moments + layers.largest
-        return self._counted(row, at_head, at_head + scratch, waits=True)
+        at_head = row.parameters + row.moments + one
+        yield self._counted(row, at_head, at_head + scratch, waits=True)
 
-    def _with_weights_on_host(self, way: Footprint, layers: Layers) -> Footprint:
-        """The same with the layers' weights on the host.
-
-        Each layer's weights are read in the forward and the backward pass, and written.
-        """
-        stacks = way.parameters - layers.rest
+        # Each layer's weights are read in the forward and the backward pass, and
+        # written. The layers are stacked before the moments are allocated.
+        stacks = row.parameters - rest
+        arrays = *(layers.count * nbytes(x) for _, x in layers.one), *row.arrays
         row = dataclasses.replace(
-            way,
-            way=f"{way.way}, weights on host",
-            parameters=layers.rest + layers.largest,
-            host=way.host + stacks,
-            # The layers are stacked before the moments are allocated.
-            arrays=(*(layers.count * nbytes(x) for _, x in layers.one), *way.arrays),
-            link_seconds=way.link_seconds + 3 * stacks / self.rate,
-            moved=way.moved + 3 * stacks,
-            activations=0,
+            row,
+            way=f"{way}, weights on host",
+            parameters=rest + one,
+            host=row.host + stacks,
+            arrays=arrays,
+            link_seconds=row.link_seconds + 3 * stacks / self.rate,
+            moved=row.moved + 3 * stacks,
         )
-        at_head = row.parameters + row.moments + layers.largest
+        at_head = row.parameters + row.moments + one
         # The last layer's forward pass is outside the loop of the others. XLA reuses it
         # in the backward pass and keeps its intermediates, beside the layer's moments.
-        early = way.scratch - layers.largest
-        early += 0 if self.activations is None else self.activations.forward
-        return self._counted(row, at_head + early, at_head + way.scratch, waits=True)
+        early = at_head + moments + (forward or 0)
+        yield self._counted(row, early, at_head + scratch, waits=True)
+        if not rest:
+            return
 
-    def _with_all_on_host(
-        self, weights_on_host: Footprint, way: Footprint, layers: Layers
-    ) -> Footprint:
-        """The same with all parameters on the host.
-
-        A parameter outside the layers is read twice for the passes, as a tied embedding
-        is, and once for its update, and written. The largest one's gradient waits on
-        the host. In its update the device holds that parameter, the update and its
-        pages, beside the workspace.
-        """
-        one, other = layers.largest, layers.largest_of_rest
-        # The sum of parameter and update has sixteen parts, two of them in flight.
-        pages = min(self.coded_plan.scratch_bytes, self._moments_of(other))
+        # A parameter outside the layers is read twice for the passes, as a tied
+        # embedding is, and once for its update, and written. The largest one's gradient
+        # waits on the host. In its update the device holds that parameter, the update
+        # and its pages, beside the workspace. The sum of parameter and update has
+        # sixteen parts, two of them in flight.
+        pages = min(plan.scratch_bytes, self._moments_of(other))
         in_update = other, one + other, pages + other // 8
-        parameters, gradients, scratch = max(
-            (one, one, way.scratch), in_update, key=sum
-        )
-        moved = 4 * layers.rest + 2 * other
-        rest = (nbytes(x) for _, x in layers.others)
+        parameters, gradients, most = max((one, one, scratch), in_update, key=sum)
+        moved = 4 * rest + 2 * other
+        outside = (nbytes(x) for _, x in layers.others)
         row = dataclasses.replace(
-            weights_on_host,
-            way=f"{way.way}, all on host",
+            row,
+            way=f"{way}, all on host",
             parameters=parameters,
             gradients=gradients,
-            scratch=scratch,
-            host=weights_on_host.host + layers.rest + other,
-            arrays=(*rest, *weights_on_host.arrays, other),
-            link_seconds=weights_on_host.link_seconds + moved / self.rate,
-            moved=weights_on_host.moved + moved,
-            activations=0,
+            scratch=most,
+            host=row.host + rest + other,
+            arrays=(*outside, *arrays, other),
+            link_seconds=row.link_seconds + moved / self.rate,
+            moved=row.moved + moved,
         )
         # The head's gradient is copied to the host before the layers' backward pass.
         layer = row.moments + one
-        return self._counted(row, layer + other, layer + one + way.scratch)
+        yield self._counted(row, layer + other, layer + one + scratch)

@@ -21,12 +21,11 @@ from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.planning.activations import (
     ActivationBytes,
     Layers,
-    Sizes,
     Workload,
     find_layers,
     sizes_of,
 )
-from paged_optax.planning.cards import CARDS, Card, Rates, find_card, free_from
+from paged_optax.planning.cards import CARDS, Rates, find_card, free_from
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.planning.ways import Ways
@@ -44,7 +43,7 @@ def what_fits(
     inner: optax.GradientTransformation | None = None,
     *,
     device_memory: int | str | None = None,
-    card: str | Card | None = None,
+    card: str | None = None,
     batch: int | None = None,
     length: int | None = None,
     codec: CodecRules = None,
@@ -60,18 +59,11 @@ def what_fits(
 ) -> Footprints:
     """Compares ways to train a model by the memory they take.
 
-    All keep the parameters and one set of gradients on the device:
-
-    | way | gradients | moments on the device | scratch |
-    | --- | --- | --- | --- |
-    | resident | of all parameters | all | |
-    | whole tree offloaded | of all parameters | all, during the update | |
-    | paged | of all parameters | small ones | pages |
-    | layerwise | of one layer, and the rest | small ones | one layer's |
-
-    Two more rows keep the layers' weights on the host, and all parameters:
-    `model.stack(params, on_host="all")`. With `codec`, paged has a row without it and
-    one with it, and all layerwise rows have it.
+    The ways, most ordinary first: moments resident on the device; the whole tree
+    offloaded, and on the device during the update; paged; layerwise, with one layer's
+    gradients; layerwise with the layers' weights on the host, and with all parameters
+    there. With `codec`, paged has a row without it and one with it, and all layerwise
+    rows have it.
 
     XLA's buffer assignment for an H200 is at most 3% above the sums of paged and
     layerwise, 5% above the resident one, and up to a quarter above the whole tree's
@@ -83,15 +75,14 @@ def what_fits(
     layers of experts. The last lines are the fastest way that fits, and its code.
     Seconds are a range: at best products reach 60% of a card's TFLOP/s and overlap with
     transfers in both directions, at worst 30% without overlap. The update's computation
-    is not counted. On a GPU the last note is the host memory that XLA's pool allocates.
+    is not counted.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s: `model_shapes("8B")`.
       inner: The transformation to page; None: `optax.adamw`.
       device_memory: Device memory in bytes, such as `"24GiB"`; None: the card's. JAX
         allocates three quarters of a GPU, or `XLA_PYTHON_CLIENT_MEM_FRACTION`.
-      card: A card's name, such as `"rtx4090"`, or a `Card`: default of the memory and
-        the rates (`paged_optax.planning.cards`).
+      card: A card's name, such as `"rtx4090"`: default of the memory and the rates.
       batch: Sequences of a step; None: activations are not counted.
       length: Tokens of a sequence.
       codec: Codec of the moments, as in `paged`.
@@ -115,9 +106,8 @@ def what_fits(
       A sequence of `Footprint`s, which prints as tables.
 
     Raises:
-      ValueError: If an argument is unusable or a card unknown; it names the nearest.
-      TypeError: If `params` is no tree of arrays, the rate no number, or `layers` no
-        text.
+      ValueError: If an argument is unusable, or a card unknown.
+      TypeError: If `params` is no tree of arrays, or the rate no number.
 
     Example:
       >>> import paged_optax as po
@@ -133,10 +123,13 @@ def what_fits(
       ('layerwise, weights on host', 0.2)
     """
     stated = None if card is None else find_card(card)
-    limit = _limit(device_memory, stated)
+    memory = stated.memory if stated and device_memory is None else device_memory
+    if memory is None:
+        raise ValueError(
+            f"device_memory=None: pass a device's memory, such as '24GiB', or card="
+            f" with one of {', '.join(CARDS)}."
+        )
     check_arrays("params", params)
-    if not isinstance(layers, str):
-        raise TypeError(f"layers={brief(layers)} is not a key, such as 'layers'.")
     leaves = jax.tree.leaves(params)
     # Products have the dtype of the matrices, and the largest leaf is a matrix.
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
@@ -154,17 +147,22 @@ def what_fits(
     exact, equal = planned(), find_layers(params, layers)
     elementwise = all(x.elementwise for x in exact.moments if x.shape)
     remarks = [*_remarks(codec is not None, equal, elementwise, layers)]
-    if stated is not None and stated.advice and dtype == jnp.bfloat16:
+    if stated is not None and dtype == jnp.bfloat16:
         remarks += [stated.advice]
     values = sum(x.size for x in leaves)
     held, operations = None, 0
     if workload is not None:
-        sizes, assumed = _sizes(equal, workload)
+        if equal is None:
+            raise ValueError(
+                f"batch={batch}: activations are counted by layers that are alike, and"
+                " params has none. Leave batch and length out."
+            )
+        sizes, assumed = sizes_of(equal, workload.heads)
         held = ActivationBytes.of(sizes, workload)
         operations = sizes.operations(values, workload)
-        remarks += filter(None, (assumed, sizes.expert_note(workload)))
+        remarks += [assumed]
     coded = exact if codec is None else planned(codec)
-    if coded.host_bytes == exact.host_bytes and coded.uncoded:
+    if coded.host_bytes == exact.host_bytes:
         remarks += [coded.uncoded]
     ways = Ways(
         nbytes(params),
@@ -183,7 +181,7 @@ def what_fits(
     remarks += (_free(row, values, rates) for row in rows if row.by_layers)
     return Footprints(
         rows,
-        limit,
+        parse_bytes("device_memory", memory),
         1.0 if stated is not None and not stated.gpu else device_share(),
         rates.link,
         tuple(filter(None, remarks)),
@@ -192,7 +190,6 @@ def what_fits(
         f"optax.adamw({RATE})" if inner is None else "inner",
         _code(codec, page_size, master_dtype, master_remainders),
         gpu=platform() != "tpu" if stated is None else stated.gpu,
-        host_memory=None if stated is None else stated.host_memory,
     )
 
 
@@ -217,33 +214,16 @@ def _code(
     master_remainders: bool,
 ) -> str:
     """Arguments of `paged` as code. A codec without a name is the variable `codec`."""
-    texts, read = [], functools.partial(parse_bytes, "page_size")
-    if read(page_size) != read(DEFAULT_PAGE_SIZE):
-        size = json.dumps(page_size) if isinstance(page_size, str) else int(page_size)
-        texts += [f"page_size={size}"]
-    if master_dtype is not None:
-        texts += [f'master_dtype="{np.dtype(master_dtype)}"']
-    if master_remainders:
-        texts += ["master_remainders=True"]
-    if codec is not None:
-        texts += [f'codec="{codec}"' if isinstance(codec, str) else "codec=codec"]
-    return ", ".join(texts)
-
-
-def _limit(device_memory: int | str | None, card: Card | None) -> int:
-    if device_memory is None and card is None:
-        raise ValueError(
-            f"device_memory=None: pass a device's memory, such as '24GiB', or card="
-            f" with one of {', '.join(CARDS)}."
-        )
-    memory = card.memory if device_memory is None and card else device_memory
-    limit = parse_bytes("device_memory", memory)
-    if limit == 0:
-        raise ValueError(
-            f"device_memory={device_memory!r} is nothing: pass a device's memory, such"
-            " as '24GiB'."
-        )
-    return limit
+    text = lambda x: json.dumps(x) if isinstance(x, str) else str(x)
+    arguments = {
+        "page_size": None if page_size == DEFAULT_PAGE_SIZE else text(page_size),
+        "master_dtype": None
+        if master_dtype is None
+        else text(str(np.dtype(master_dtype))),
+        "master_remainders": "True" if master_remainders else None,
+        "codec": text(codec) if isinstance(codec, str) else codec and "codec",
+    }
+    return ", ".join(f"{name}={x}" for name, x in arguments.items() if x)
 
 
 def _workload(
@@ -254,51 +234,18 @@ def _workload(
     fused_head: bool,
 ) -> Workload | None:
     if batch is None and length is None:
-        unused = {"heads": heads, "fused_head": fused_head or None}
-        unused["score_blocks"] = None if score_blocks == 1 else score_blocks
-        for name, value in unused.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name}={brief(value)} is without batch and length, and changes"
-                    " nothing: pass both, such as batch=4 and length=2048."
-                )
         return None
-    if length is None:
+    if batch is None or length is None:
         raise ValueError(
-            f"batch={brief(batch)} is without length: pass the tokens of a sequence,"
-            " such as length=2048."
-        )
-    if batch is None:
-        raise ValueError(
-            f"length={brief(length)} is without batch: pass the sequences of a step,"
-            " such as batch=4."
+            f"batch={brief(batch)} and length={brief(length)}: pass both, the sequences"
+            " of a step and the tokens of a sequence, or none."
         )
     counts = {"batch": batch, "length": length, "score_blocks": score_blocks}
     for name, count in (counts if heads is None else counts | {"heads": heads}).items():
         check_count(name, count, 1)
-    if score_blocks > length:
-        raise ValueError(
-            f"score_blocks={score_blocks} is more than length={length}, the queries of"
-            f" a sequence: pass at most {length}."
-        )
     # Products of NumPy's integers overflow.
     heads = None if heads is None else int(heads)
     return Workload(int(batch), int(length), heads, int(score_blocks), fused_head)
-
-
-def _sizes(equal: Layers | None, workload: Workload) -> tuple[Sizes, str]:
-    if equal is None:
-        raise ValueError(
-            f"batch={workload.batch}: activations are counted by layers that are alike,"
-            " and params has none. Leave batch and length out."
-        )
-    sizes, assumed = sizes_of(equal, workload.heads)
-    if sizes.query % (workload.heads or 1):
-        raise ValueError(
-            f"heads={workload.heads} does not divide a token's queries, which have"
-            f" {sizes.query} values: pass the model's number of heads."
-        )
-    return sizes, assumed
 
 
 def _name(codec: CodecRules) -> str:
@@ -336,14 +283,8 @@ def _remarks(
 def _free(row: Footprint, parameters: int, rates: Rates) -> str:
     if rates.teraflops is None:
         return ""
-    moved, teraflops = int(row.link_seconds * rates.link * 1e9), rates.teraflops[1]
-    tokens = free_from(
-        parameters,
-        moved,
-        moved,
-        up_gigabytes_per_second=rates.link,
-        teraflops=teraflops,
-    )
+    teraflops = rates.teraflops[1]
+    tokens = free_from(parameters, row.link_seconds, teraflops)
     return (
         f"{row.way}: the link is free from {tokens:,} tokens a step on, at"
         f" {teraflops:g} TFLOP/s."

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from paged_optax.backend.memory import nbytes
-from paged_optax.splitting.dependence import Depends, SplitError, values_in, values_of
+from paged_optax.splitting.dependence import Depends, SplitError, values_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -17,14 +17,14 @@ class Cuts:
     # Positions of the equations, sorted by the last layer they depend on, from none to
     # the last. A cast of all weights at the beginning of the model is thus ordered with
     # its layer.
-    order: tuple[int, ...]
+    order: Sequence[int]
     # Places in `order` of the equations that depend on each layer and on no later one.
     # Region -1 depends on no layer, the region after the last layer only on parameters
     # of several layers.
     regions: Mapping[int, range]
-    cuts: tuple[int, ...]  # places in `order` where the next layer begins
-    end: int  # the place after the last use of the last layer's parameters
     uses: Mapping[int, list[int]]  # the places where each value is used
+    cuts: Sequence[int] = ()  # places in `order` where the next layer begins
+    end: int = 0  # the place after the last use of the last layer's parameters
 
     @classmethod
     def of(cls, depends: Depends, *, latest: bool, interleaved: bool = False) -> "Cuts":
@@ -37,47 +37,38 @@ class Cuts:
           interleaved: Order the ends of a layer's towers, for example of two inputs,
             step by step instead of tower by tower.
         """
-        order = _ordered(depends)
+        order, count = _ordered(depends), depends.count
         order = _interleaved(depends, order) if interleaved else order
         flat = depends.flat
-        uses: dict[int, list[int]] = defaultdict(list)
+        uses = defaultdict[int, list[int]](list)
         for place, n in enumerate(order):
-            for x in values_in(flat.equations[n]):
+            for x in flat.equations[n].numbers:
                 uses[x].append(place)
         # Results of the loss are used after all equations.
         for x in values_of(flat.outputs):
             uses[x].append(len(order))
         # The order is sorted by layer, so that each region is a range of places.
-        regions, start = dict[int, range](), 0
         layers = [depends.last_layer(n) for n in order]
-        for layer in range(-1, depends.count + 1):
-            stop = bisect.bisect_right(layers, layer)
-            regions[layer] = range(start, stop)
-            start = stop
-        uncut = cls(depends, order, regions, (), 0, uses)
-        count = depends.count
+        stops = [bisect.bisect_right(layers, n) for n in range(-2, count + 1)]
+        regions = {n: range(*stops[n + 1 : n + 3]) for n in range(-1, count + 1)}
+        uncut = cls(depends, order, regions, uses)
         uncut._refuse_used_again()
-        end = uncut.used_until(count - 1)
-        uncut = dataclasses.replace(uncut, end=end)
-        cuts = [uncut._cheapest(layer, latest) for layer in range(count - 2)]
+        uncut = dataclasses.replace(uncut, end=uncut.used_until(count - 1))
+        cuts = [uncut._cheapest(layer, latest) for layer in range(max(1, count - 2))]
         # With two layers there is no earlier cut to follow.
-        if count == 2:
-            cuts.append(uncut._cheapest(0, latest))
-        elif count > 2:
+        if count > 2:
             cuts.append(uncut._last(cuts[-1], latest))
-        return dataclasses.replace(uncut, cuts=tuple(cuts))
+        return dataclasses.replace(uncut, cuts=cuts)
 
     def used_until(self, layer: int) -> int:
         """The place after the last use of a layer's parameters, in its region."""
-        depends = self.depends
-        users = depends.users[layer]
+        users = self.depends.users[layer]
         places = [place for place in self.regions[layer] if self.order[place] in users]
         if not places:
-            where = depends.line(min(users))
             raise SplitError(
-                f"layer {layer} is used at {where} with other layers. Layers must be"
-                " computed in sequence. Name others with layers=, or train with"
-                " jax.grad and a paged optimizer."
+                f"layer {layer} is used at {self.depends.line(min(users))} with other"
+                " layers. Layers must be computed in sequence. Name others with"
+                " layers=, or train with jax.grad and a paged optimizer."
             )
         return 1 + max(places)
 
@@ -93,26 +84,16 @@ class Cuts:
     def _refuse_used_again(self) -> None:
         depends = self.depends
         for layer in range(depends.count - 1):
-            for place in self.regions[layer]:
-                n = self.order[place]
-                used, equation = depends.uses(n), depends.flat.equations[n]
-                again = used - {layer}
-                if not again or depends.is_pure(n):
-                    continue
-                where = depends.line(n)
-                if layer in used:
+            for n in (self.order[place] for place in self.regions[layer]):
+                again = depends.uses(n) - {layer}
+                if again and not depends.is_pure(n):
                     raise SplitError(
-                        f"layers {min(again)} and {layer} are computed at {where} by"
-                        f" one `{equation.primitive.name}`. Layers must be computed in"
-                        " sequence. Call each layer separately, for example with its"
-                        " own jax.checkpoint, or name other layers with layers=."
+                        f"layer {min(again)} is used at {depends.line(n)} after layer"
+                        f" {layer} or with it. Each layer must be used once, in"
+                        " sequence, by equations of its own. Move parameters that are"
+                        " used twice out of the layers, to a key of their own, or name"
+                        " other layers with layers=."
                     )
-                raise SplitError(
-                    f"layer {min(again)} is used at {where} after layer {layer}. Each"
-                    " layer must be used once, in sequence. Move parameters that are"
-                    " used twice out of the layers, to a key of their own, or name"
-                    " other layers with layers=."
-                )
 
     def _last(self, before: int, latest: bool) -> int:
         """The cut before the last layer, at the same distance as the cut before it."""
@@ -120,13 +101,13 @@ class Cuts:
         # yet. If the two layers end differently, live bytes decide.
         layer, equations = self.depends.count - 2, self.depends.flat.equations
         starts = self.used_until(layer - 1), self.used_until(layer)
-        behind = before - starts[0]
+        length = before - starts[0]
         ends = [
-            [equations[n].primitive for n in self.order[start : start + behind]]
+            [equations[n].primitive for n in self.order[start : start + length]]
             for start in starts
         ]
         if ends[0] == ends[1]:
-            return min(starts[1] + behind, self.regions[layer].stop)
+            return min(starts[1] + length, self.regions[layer].stop)
         return self._cheapest(layer, latest)
 
     def _cheapest(self, layer: int, latest: bool) -> int:
@@ -136,18 +117,15 @@ class Cuts:
         # Values that only the last layer or the epilogue reads are kept in any case.
         stop = self.end if layer == count - 2 else self.regions[count - 1].start
         until = lambda x: self.until(x, stop if count > 2 else len(self.order) + 1)
+        values = self.results_at(range(self.regions[0].start, first))
         # Values from before the layers are available to all, except the first input.
-        before = [
-            x
-            for x in self.results_at(self.regions[-1])
-            if until(x) < region.stop and min(self.uses[x], default=first) < first
-        ]
-        results = self.results_at(range(self.regions[0].start, first))
-        alive = {
-            x: nbytes(flat.avals[x])
-            for x in (*(before if layer == 0 else ()), *results)
-            if until(x) >= first
-        }
+        if layer == 0:
+            values += [
+                x
+                for x in self.results_at(self.regions[-1])
+                if until(x) < region.stop and min(self.uses[x], default=first) < first
+            ]
+        alive = {x: nbytes(flat.avals[x]) for x in values if until(x) >= first}
         total = sum(alive.values())
         best, at = total, first
         # Each place adds its results and frees operands that no later layer uses.
@@ -156,7 +134,7 @@ class Cuts:
                 if until(x) > place:
                     alive[x] = nbytes(flat.avals[x])
                     total += alive[x]
-            for x in set(values_in(flat.equations[self.order[place]])) & set(alive):
+            for x in alive.keys() & set(flat.equations[self.order[place]].numbers):
                 if until(x) == place:
                     total -= alive.pop(x)
             if total < best or (latest and total == best):
@@ -164,7 +142,7 @@ class Cuts:
         return at
 
 
-def _ordered(depends: Depends) -> tuple[int, ...]:
+def _ordered(depends: Depends) -> list[int]:
     """Sorts the learned equations by the last layer that they depend on."""
     # A layer's term of a sum that is traced after all layers, such as a penalty, is
     # ordered as early as possible. Otherwise the next layer would add it.
@@ -180,12 +158,11 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
     keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
     for n in live:
         layer, pure = depends.last_layer(n), depends.is_pure(n)
-        after = later.get(layer)
-        producers = (
-            depends.producer.get(x) for x in values_in(depends.flat.equations[n])
-        )
+        operands = depends.flat.equations[n].numbers
+        producers = {depends.producer.get(x) for x in operands}
         earlier = [keys[m] for m in producers if m in keys]
-        same = [key for at, learned, key in earlier if at == layer and learned]
+        same = [key for at, mixed, key in earlier if at == layer and mixed]
+        after = later.get(layer)
         late = after is not None and n > after
         # A sum of norms of parameters needs no other value of a layer, and is ordered
         # first, in the last layer too.
@@ -194,17 +171,17 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
         if not pure and (late or goes_on):
             key = max(same, default=(-1,)) + (n,)
         keys[n] = layer, not pure, key
-    return tuple(sorted(live, key=lambda n: keys[n]))
+    return sorted(live, key=lambda n: keys[n])
 
 
-def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
+def _interleaved(depends: Depends, order: Sequence[int]) -> list[int]:
     """Orders the ends of a layer's towers step by step."""
     # In the order of the trace the first tower begins its next layer before the second
     # tower ends this layer, and more bytes are alive between the layers.
     equations = depends.flat.equations
     needed_values, ends = set[int](), set[int]()
     for n in reversed(order):
-        layer, operands = depends.last_layer(n), values_in(equations[n])
+        layer, operands = depends.last_layer(n), equations[n].numbers
         if not 0 <= layer < depends.count:
             continue
         needed = not needed_values.isdisjoint(equations[n].outputs)
@@ -214,11 +191,8 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
             ends.add(n)
     steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
-        producers = (depends.producer.get(x) for x in values_in(equations[n]))
-        same = [
-            m
-            for m in producers
-            if m in ends and depends.last_layer(m) == depends.last_layer(n)
-        ]
+        numbers = (x for x in equations[n].numbers if x in depends.producer)
+        producers = {depends.producer[x] for x in numbers} & ends
+        same = (m for m in producers if depends.last_layer(m) == depends.last_layer(n))
         steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
-    return tuple(sorted(order, key=lambda n: (depends.last_layer(n), steps[n])))
+    return sorted(order, key=lambda n: (depends.last_layer(n), steps[n]))

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jax.extend import core
 
@@ -28,14 +29,11 @@ def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
     traceback = traced and traced.source_info.traceback
     if not traceback or not _LIBRARIES.search(where):
         return where
-    frames = traceback.frames
-    for place, frame in enumerate(frames):
-        if where.startswith(f"{frame.file_name}:"):
-            # Outward, to the first line outside the libraries.
-            for outer in frames[place:]:
-                if not _LIBRARIES.search(outer.file_name):
-                    line = f"{outer.file_name}:{outer.line_num}"
-                    return f"{line} ({outer.function_name}), which calls {where}"
+    inner = lambda frame: not where.startswith(f"{frame.file_name}:")
+    for frame in itertools.dropwhile(inner, traceback.frames):
+        if not _LIBRARIES.search(frame.file_name):
+            line = f"{frame.file_name}:{frame.line_num}"
+            return f"{line} ({frame.function_name}), which calls {where}"
     return where
 
 
@@ -52,9 +50,9 @@ class Depends:
     producer: Mapping[int, int]  # position of the equation that computes each value
     layer: Mapping[int, int]  # of each parameter, in the order of computation
     count: int  # number of layers
-    learned: frozenset[int]  # values that depend on parameters
-    # The last layer that each learned value depends on; -1 for none. A value that
-    # depends only on parameters of several layers comes after all layers.
+    # The last layer that each value depends on, of all values that depend on
+    # parameters; -1 for none. A value that depends only on parameters of several layers
+    # comes after all layers.
     after: Mapping[int, int]
     # The layers of each value that depends only on parameters of layers. The loss may
     # compute such values early, for example a cast of the whole model to bfloat16; they
@@ -74,29 +72,20 @@ class Depends:
         # Layers are ordered by their first use, whatever their numbers.
         order = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
         if missing := sorted(set(range(len(members))) - set(order)):
-            _refuse_together(flat, live, pure, missing[0])
-            raise SplitError(
-                f"the loss does not use layer {missing[0]} of {len(members)}. Remove"
-                " it from the parameters, or name other layers with layers=."
-            )
+            raise _unused(flat, live, pure, missing[0])
         layer = {leaf: order[n] for leaf, n in owner.items()}
         pure = {x: frozenset(order[n] for n in layers) for x, layers in pure.items()}
-        learned = set(weights)
-        last = {x: -1 for x in weights} | layer
+        after = {x: -1 for x in weights} | layer
         for n in live:
-            equation = flat.equations[n]
-            operands = [x for x in values_in(equation) if x in learned]
-            if not operands:
-                continue
-            learned.update(equation.outputs)
+            outputs = flat.equations[n].outputs
+            layers = [after[x] for x in flat.equations[n].numbers if x in after]
             # A value of several layers' parameters alone belongs to no layer.
-            several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
-            turn = len(members) if several else max(last[x] for x in operands)
-            last.update(dict.fromkeys(equation.outputs, turn))
-        _sink(flat, live, pure, layer, last, len(members))
-        return cls(
-            flat, live, producer, layer, len(members), frozenset(learned), last, pure
-        )
+            if len(pure.get(outputs[0], ())) > 1:
+                layers = [len(members)]
+            if layers:
+                after |= dict.fromkeys(outputs, max(layers))
+        _sink(flat, live, pure, layer, after, len(members))
+        return cls(flat, live, producer, layer, len(members), after, pure)
 
     @functools.cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
@@ -110,7 +99,7 @@ class Depends:
 
     def is_learned(self, n: int) -> bool:
         """True if an equation depends on parameters."""
-        return any(x in self.learned for x in self.flat.equations[n].outputs)
+        return self.flat.equations[n].outputs[0] in self.after
 
     def is_pure(self, n: int) -> bool:
         """True if an equation depends only on parameters of layers."""
@@ -122,33 +111,14 @@ class Depends:
 
     def uses(self, n: int) -> set[int]:
         """The layers whose parameters an equation reads, directly or prepared."""
-        operands = values_in(self.flat.equations[n])
+        operands = self.flat.equations[n].numbers
         return set().union(*(self.pure.get(x, ()) for x in operands))
 
     def line(self, n: int) -> str:
         """The line of the model that an equation was traced from, see `line_of`."""
-        return line_of(self.flat.equations[n], self._near(n))
-
-    def _near(self, n: int) -> Iterator[Equation]:
-        """Equations after this one, then before it, then of the same layers."""
         equations = self.flat.equations
-        reached = set(equations[n].outputs)
-        for m in sorted(x for x in self.live if x > n):
-            if not reached.isdisjoint(values_in(equations[m])):
-                reached.update(equations[m].outputs)
-                yield equations[m]
-        operands = set(values_in(equations[n]))
-        for m in sorted((x for x in self.live if x < n), reverse=True):
-            if not operands.isdisjoint(equations[m].outputs):
-                operands.update(values_in(equations[m]))
-                yield equations[m]
-        for layer in sorted(self.uses(n)):
-            yield from (equations[m] for m in sorted(self.users[layer]))
-
-
-def values_in(equation: Equation) -> list[int]:
-    """Values among an equation's operands."""
-    return values_of(equation.inputs)
+        nearest = sorted(self.live, key=lambda m: (abs(m - n), -m))
+        return line_of(equations[n], (equations[m] for m in nearest))
 
 
 def values_of(operands: Sequence[Operand]) -> list[int]:
@@ -156,23 +126,35 @@ def values_of(operands: Sequence[Operand]) -> list[int]:
     return [x for x in operands if not isinstance(x, Constant)]
 
 
+def aval_of(flat: Flat, x: Operand) -> tuple[tuple[int, ...], str]:
+    """An operand's shape and dtype."""
+    if isinstance(x, Constant):
+        return flat.shape(x), str(x.key[2])
+    return flat.avals[x].shape, str(flat.avals[x].dtype)
+
+
 def producers_of(flat: Flat) -> dict[int, int]:
     """Maps each value to the position of the equation that computes it."""
     return {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
 
 
-def _refuse_together(
+def _unused(
     flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
-) -> None:
+) -> SplitError:
+    """The error for a layer whose parameters meet no other value."""
     for n in live:
         layers = pure.get(flat.equations[n].outputs[0], frozenset())
         if layer in layers and len(layers) > 1:
-            raise SplitError(
+            return SplitError(
                 f"the parameters of several layers are put together at"
                 f" {line_of(flat.equations[n])} and used as one array. Use them layer"
                 " by layer, or stack them before, outside the loss, and scan over the"
                 " stacks."
             )
+    return SplitError(
+        f"the loss does not use layer {layer}. Remove it from the parameters, or name"
+        " other layers with layers=."
+    )
 
 
 def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
@@ -183,7 +165,7 @@ def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
         n = producer.get(stack.pop())
         if n is not None and n not in needed:
             needed.add(n)
-            stack += values_in(flat.equations[n])
+            stack += flat.equations[n].numbers
     return tuple(sorted(needed))
 
 
@@ -231,7 +213,7 @@ def _pure(
     first: dict[int, int] = {}
     for n in live:
         equation = flat.equations[n]
-        operands = values_in(equation)
+        operands = equation.numbers
         layers_of = [pure.get(x) for x in operands]
         if all(x in pure or x in others for x in operands):
             scalars = others.intersection(operands)
@@ -254,19 +236,19 @@ def _sink(
     live: Sequence[int],
     pure: Mapping[int, frozenset[int]],
     layer: Mapping[int, int],
-    last: dict[int, int],
+    after: dict[int, int],
     count: int,
 ) -> None:
     """Moves scalars of a layer's parameters, such as norms, after all layers."""
     # Such a sum begins in the first layer, which would otherwise differ from others.
-    users: dict[int, list[int]] = {}
+    early = set[int]()  # values with users that do not follow all layers
+    users = set[int]()  # values with users
     for n in reversed(live):
-        equation = flat.equations[n]
-        operands, results = values_in(equation), equation.outputs
-        # It may follow all layers only if all of its users do.
-        late = [last.get(x) == count for y in results for x in users.get(y, ())]
+        operands, results = flat.equations[n].numbers, flat.equations[n].outputs
         small = all(flat.size(x) == 1 and x not in layer for x in (*operands, *results))
-        if pure.get(results[0]) and small and late and all(late):
-            last.update(dict.fromkeys(results, count))
-        for x in operands:
-            users.setdefault(x, []).append(results[0])
+        late = not users.isdisjoint(results) and early.isdisjoint(results)
+        if pure.get(results[0]) and small and late:
+            after |= dict.fromkeys(results, count)
+        users.update(operands)
+        if after.get(results[0]) != count:
+            early.update(operands)

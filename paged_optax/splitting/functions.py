@@ -2,22 +2,20 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend import core
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.analysis.program import Constant, Operand, Program
-from paged_optax.backend.text import keystr
+from paged_optax.analysis.program import Operand
 from paged_optax.backend.types import shape_dtype
-from paged_optax.splitting.dependence import producers_of
-from paged_optax.splitting.numbered import Member, split_names
+from paged_optax.splitting.dependence import aval_of, producers_of
+from paged_optax.splitting.numbered import Member, Stack, split_names
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
@@ -29,17 +27,10 @@ from paged_optax.splitting.pieces import (
     Weight,
 )
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stack, Stacking, unnested
+from paged_optax.splitting.stacking import Stacking, shapes_of, unnested
 
-
-class _Part(NamedTuple):
-    """A program of equations outside the layers, and its arguments."""
-
-    program: Program
-    arguments: tuple[int, ...]
-
-    def __call__(self, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
-        return self.program([values[x] for x in self.arguments])
+#: Equations outside the layers, called with values by number.
+_Part = Callable[[Mapping[int, ArrayLike]], list[ArrayLike]]
 
 
 @jax.tree_util.register_static
@@ -55,18 +46,17 @@ class Functions:
     def of(cls, pieces: Pieces) -> "Functions":
         """Collects the equations of the prologue and of the epilogue."""
         flat = pieces.flat
-        producer = producers_of(flat)
         # In the order in which `prologue` reads the results.
-        results: list[Operand] = [x for x in pieces.initial if x is not None]
-        results += pieces.seen
-        for table in pieces.tables:
-            rows = [table] if isinstance(table, (int, Constant)) else table
-            results += [x for x in rows if x is not None]
-        outside = lambda x: x not in pieces.inside
-        before = _Part(*flat.program(results, outside, producer, ()))
-        until = lambda x: x not in pieces.after
-        after = _Part(*flat.program(flat.outputs, until, producer, ()))
-        return cls(pieces, before, after)
+        tables = ([x] if isinstance(x, Operand) else x for x in pieces.tables)
+        rows = (x for table in tables for x in table)
+        results = [x for x in (*pieces.initial, *pieces.seen, *rows) if x is not None]
+
+        def part(results: Sequence[Operand], within: Callable[[int], bool]) -> _Part:
+            program, arguments = flat.program(results, within, producers_of(flat), ())
+            return lambda values: program([values[x] for x in arguments])
+
+        before = part(results, lambda x: x not in pieces.inside)
+        return cls(pieces, before, part(flat.outputs, lambda x: x not in pieces.after))
 
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
         """Computes the first layer's input, and the values that all layers read.
@@ -84,18 +74,25 @@ class Functions:
             for operand, aval in zip(pieces.initial, pieces.carried, strict=True)
         ]
         seen = {str(value): jnp.asarray(next(results)) for value in pieces.seen}
-        tables: list[Array] = []
-        for table in pieces.tables:
-            if isinstance(table, (int, Constant)):
-                tables.append(jnp.asarray(next(results)))
-                continue
-            rows = [None if x is None else next(results) for x in table]
-            # Layers that need no row get any row, because rows are stacked.
-            blank = next(row for row in rows if row is not None)
-            dtype = next(_dtype(pieces, x) for x in table if x is not None)
-            each = [blank if row is None else row for row in rows]
-            tables.append(_stacked(each, dtype))
+        tables = [
+            jnp.asarray(next(results))
+            if isinstance(table, Operand)
+            else self._table(table, results)
+            for table in pieces.tables
+        ]
         return x, {"seen": seen, "tables": tables}
+
+    def _table(
+        self, operands: Sequence[Operand | None], results: Iterator[ArrayLike]
+    ) -> Array:
+        rows = [None if x is None else next(results) for x in operands]
+        # Layers that need no row get any row, because rows are stacked.
+        blank = next(row for row in rows if row is not None)
+        rows = [blank if row is None else row for row in rows]
+        _, dtype = next(aval_of(self.pieces.flat, x) for x in operands if x is not None)
+        if any(isinstance(row, Array) for row in rows):
+            return jnp.stack([_array(row, dtype) for row in rows])
+        return jnp.asarray(np.asarray(rows, dtype))
 
     def layer(
         self,
@@ -172,30 +169,6 @@ class Functions:
         return self.after({**numbered, **self.pieces.flat.constants, **from_layers})
 
 
-def _other_axes(batch: PyTree, first: PyTree) -> str:
-    """Error text for a batch whose arrays all have one axis more, or less; or empty."""
-    if jax.tree.structure(batch) != jax.tree.structure(first):
-        return ""
-    flat, _ = jax.tree_util.tree_flatten_with_path(batch)
-    pairs = zip(flat, jax.tree.leaves(first), strict=True)
-    shapes = [(path, x.shape, y.shape) for (path, x), y in pairs if x.shape or y.shape]
-    more = {len(x) - len(like) for _, x, like in shapes}
-    if more not in ({1}, {-1}):
-        return ""
-    path, shape, like = shapes[0]
-    shapes = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
-    if more == {1}:
-        return (
-            f"{shapes}: it has an axis more. For stacked micro-batches pass"
-            " accumulate=True to layerwise_step, or pass a batch without the axis."
-        )
-    return (
-        f"{shapes}: it has an axis less. With accumulate=True a step reads"
-        " micro-batches from the leading axis of each leaf. Stack them, with"
-        " x.reshape(count, -1, *x.shape[1:]), or omit accumulate=True."
-    )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitFunctions:
     """Prologue, layer and epilogue of a loss, for batches of any shapes and dtypes."""
@@ -229,27 +202,23 @@ class SplitFunctions:
 
     def stacking(self, *, frozen: bool) -> Stacking:
         """Stacking of the trained parameters, or of the frozen ones."""
-        loss = self.loss
-        tree = loss.frozen if frozen else loss.params
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        tree = self.loss.frozen if frozen else self.loss.params
         # In the trace the frozen parameters follow the others.
-        first = len(jax.tree.leaves(loss.params)) if frozen else 0
+        first = len(jax.tree.leaves(self.loss.params)) if frozen else 0
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
-            for (is_frozen, names), stack in self.split.stacks.items()
+            for (is_frozen, names), stack in self.split.layers.stacks.items()
             if is_frozen == frozen
         }
         stacked = {n for stack in stacks.values() for n in stack.leaves}
-        paths = tuple(path for path, _ in flat)
-        names = enumerate(split_names(paths))
-        rest = {name: n for n, name in names if n not in stacked}
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        names = enumerate(split_names([path for path, _ in leaves]))
         return Stacking(
             "frozen" if frozen else "params",
-            structure,
-            paths,
-            tuple(x.shape for _, x in flat),
+            jax.tree.structure(tree),
+            shapes_of(tree),
             stacks,
-            rest,
+            {name: n for n, name in names if n not in stacked},
         )
 
     def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
@@ -286,21 +255,20 @@ class SplitFunctions:
         batch = jax.tree.map(shape_dtype, batch)
         try:
             jaxpr = self.loss.jaxpr(batch)
-            if jaxpr not in self.cache:
-                split = self.loss.split(batch)
-                if split.stacks != self.split.stacks:
-                    split = self.loss.split(batch, self.split)
-                self.cache[jaxpr] = split, Functions.of(split.pieces)
-            return self.cache[jaxpr]
         except Exception as error:
-            # A loss may accept any number of axes: mention them only if it fails.
-            if words := _other_axes(batch, self.batch):
-                first_line = str(error).partition("\n")[0]
-                raise ValueError(
-                    f"{words} The loss fails with this batch:"
-                    f" {type(error).__name__}: {first_line}"
-                ) from error
-            raise
+            shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+            if shapes(batch) == shapes(self.batch):
+                raise
+            # A loss may accept any shapes: mention them only if it fails.
+            raise ValueError(
+                f"loss fails with a batch of shapes {shapes(batch)}, and split_layers"
+                f" got {shapes(self.batch)}. Only with accumulate=True a step reads"
+                " micro-batches from the leading axis of each leaf."
+            ) from error
+        if jaxpr not in self.cache:
+            split = self.loss.split(batch, self.split.layers)
+            self.cache[jaxpr] = split, Functions.of(split.pieces)
+        return self.cache[jaxpr]
 
     def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
         """Maps the trace's numbers to parameters outside the layers and the batch."""
@@ -322,23 +290,11 @@ class SplitFunctions:
             leaves = unnested(tree, [("rest", *names) for names in stacking.rest])
             places = (first + n for n in stacking.rest.values())
             numbers.update(zip(places, leaves, strict=True))
-            first += len(stacking.paths)
+            first += stacking.structure.num_leaves
         numbers.update(enumerate(jax.tree.leaves(batch), first))
         return numbers
 
 
-def _array(x: ArrayLike, dtype: np.dtype) -> Array:
+def _array(x: ArrayLike, dtype: DTypeLike) -> Array:
     """Converts a literal to an array of its traced dtype."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
-
-
-def _dtype(pieces: Pieces, x: Operand) -> np.dtype:
-    if isinstance(x, Constant):
-        return np.dtype(str(x.key[2]))
-    return pieces.flat.avals[x].dtype
-
-
-def _stacked(rows: Sequence[ArrayLike], dtype: np.dtype) -> Array:
-    if all(not isinstance(x, Array) for x in rows):
-        return jnp.asarray(np.stack([np.asarray(x, dtype) for x in rows]))
-    return jnp.stack([_array(x, dtype) for x in rows])

@@ -1,14 +1,14 @@
-"""Layers that are equal subtrees of the parameters, numbered by name."""
+"""Candidates for the layers of a loss: equal subtrees of parameters, by number."""
 
 import collections
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from jax.core import ShapedArray
 
+from paged_optax.analysis.program import Equation
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import key_names
 from paged_optax.backend.types import KeyPath
@@ -16,52 +16,70 @@ from paged_optax.backend.types import KeyPath
 #: Names of a path's keys. A key such as "decoder/h_0" or "layers.0" has two.
 Names = tuple[str, ...]
 
-#: A parameter's number, or its stack.
-Item = TypeVar("Item")
-
 #: Identifies a parameter within its layer: whether it is frozen, and its names.
 Member = tuple[bool, Names]
 
 
 @dataclasses.dataclass(frozen=True)
-class NumberedLayers:
-    """Layers that are subtrees of the parameters."""
+class Stack:
+    """The leaves of a tree that hold one parameter of all layers."""
 
-    name: str  # common prefix of all paths; "*" if there is none
-    members: tuple[Mapping[Member, int], ...]  # numbers of each layer's leaves
-    nbytes: int
-    guess: bool = False  # parameters are in several lists, perhaps of different layers
+    # Number of each layer's leaf, or of the only leaf if it is a stack.
+    leaves: tuple[int, ...]
+    # The layers' axis of that leaf; None if each layer has a leaf.
+    axis: int | None = None
 
-    @property
-    def length(self) -> int:
-        """Number of layers."""
-        return len(self.members)
 
-    @property
-    def shown(self) -> str:
-        """The prefix of the layers' paths, for tables and messages."""
-        several = self.guess and self.name == "*"
-        return "all lists" if several else f"{self.name.removesuffix('*')}*"
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """Layers that a loss may be split into."""
+
+    name: str  # common prefix of the paths; "*" if there is none
+    shown: str  # for tables and messages
+    stacks: Mapping[Member, Stack]
+    length: int  # number of layers
+    guess: bool = False  # other layers with these parameters are more likely
+    scan: Equation | None = None  # the scan over the stacks
 
     @property
     def leaves(self) -> set[int]:
         """The numbers of the layers' parameters."""
-        return {n for each in self.members for n in each.values()}
+        return {n for stack in self.stacks.values() for n in stack.leaves}
 
-    def parts(self, nbytes: Callable[[int], int]) -> tuple["NumberedLayers", ...]:
-        """Separates trained and frozen parameters; empty if layers lack one of them.
+    def nbytes(self, avals: Sequence[ShapedArray]) -> int:
+        """Bytes of the layers' parameters."""
+        return nbytes([avals[n] for n in self.leaves])
 
-        `nbytes` returns the bytes of a parameter by its number.
-        """
-        parts: list[NumberedLayers] = []
-        for frozen in (False, True):
-            chosen = lambda each, frozen=frozen: {
-                member: n for member, n in each.items() if member[0] == frozen
-            }
-            members = tuple(map(chosen, self.members))
-            size = sum(nbytes(n) for each in members for n in each.values())
-            parts.append(dataclasses.replace(self, members=members, nbytes=size))
-        return tuple(parts) if all(part.nbytes for part in parts) else ()
+    def parts(self) -> list["Candidate"]:
+        """The trained and the frozen parameters alone; empty if there are not both."""
+        frozen = {is_frozen for is_frozen, _ in self.stacks}
+        if self.scan is not None or len(frozen) == 1:
+            return []
+        part = lambda frozen: {m: x for m, x in self.stacks.items() if m[0] == frozen}
+        return [dataclasses.replace(self, stacks=part(x)) for x in (False, True)]
+
+
+def relabeled(
+    stacks: Mapping[Member, Stack], avals: Sequence[ShapedArray]
+) -> dict[Member, Stack]:
+    """Renames numbered parts of a layer that could be mistaken for layers.
+
+    Matrices distinguish a tree of stacks from a list of layers. If all parts are
+    vectors, or if a layer is one array, the parts' names get a prefix without a number.
+    """
+    vector = lambda x: avals[x.leaves[0]].ndim - (x.axis is not None) < 2
+    mistaken = {
+        frozen: all(
+            not names or (_numbered(names[0]) and vector(x))
+            for (is_frozen, names), x in stacks.items()
+            if is_frozen == frozen
+        )
+        for frozen in (False, True)
+    }
+    return {
+        (frozen, ("layer", *names) if mistaken[frozen] else names): x
+        for (frozen, names), x in stacks.items()
+    }
 
 
 def split_names(paths: Sequence[KeyPath]) -> list[Names]:
@@ -89,139 +107,94 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
     return [names if distinct(names) else unparted for unparted, names in pairs]
 
 
-def _parts(name: str) -> list[str]:
-    return re.split(r"[/.]", name)
-
-
 def numbered(
     leaves: Sequence[tuple[bool, Names]], avals: Sequence[ShapedArray]
-) -> list[NumberedLayers]:
-    """Returns all lists of equal subtrees, the largest first.
+) -> list[Candidate]:
+    """Returns all lists of equal subtrees.
 
-    `leaves` holds whether each leaf is frozen, and its names.
+    Subtrees of one list are layers, and so are those of several lists of one length,
+    such as `params["mlp"][n]`. If several candidates have the same parameters, the
+    longest common path wins. `leaves` holds whether each leaf is frozen, and its names.
     """
-    groups: dict[tuple[Names, str], dict[int, dict[Member, int]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
-    whole_names: dict[tuple[Names, str], dict[Member, int]] = defaultdict(dict)
-    for number, (frozen, names) in enumerate(leaves):
-        # The last name belongs to an array. `_by_kind` returns lists of arrays.
-        for k, name in enumerate(names[:-1] if len(names) > 1 else ()):
-            member = frozen, names[k + 1 :]
-            whole_names[names[:k], name][member] = number
-            if match := _numbered(name):
-                stem, n = match
-                groups[names[:k], stem][n][member] = number
-    lists: list[NumberedLayers] = []
-    for (before, stem), by_number in groups.items():
-        # The first of Haiku's names has no number.
-        if 0 not in by_number and 1 in by_number and stem:
-            if first := whole_names.get((before, stem)):
-                by_number = {0: first, **by_number}
-        members = [by_number[n] for n in sorted(by_number)]
-        if layers := _longest_run(members, avals):
-            layers = [relabeled(each, lambda n: avals[n].ndim) for each in layers]
-            size = nbytes([avals[n] for each in layers for n in each.values()])
-            name = "/".join((*before, stem)) or "*"
-            lists.append(NumberedLayers(name, tuple(layers), size))
-    lists += _by_kind(leaves, avals, [x.leaves for x in lists])
-    return sorted(lists, key=lambda x: -x.nbytes)
+    groups = _groups(leaves)
+    runs = {
+        before: {
+            key: _longest_run([members[n] for n in sorted(members)], avals)
+            for key, members in groups[before].items()
+        }
+        for before in sorted(groups, key=len)
+    }
+    lists: dict[frozenset[int], Candidate] = {}
 
+    def add(name: str, layers: Sequence[Mapping[Member, int]], several: bool) -> None:
+        chosen = frozenset(n for each in layers for n in each.values())
+        stacks = {x: Stack(tuple(each[x] for each in layers)) for x in layers[0]}
+        shown = f"{name.removesuffix('*')}*" if name != "*" or not several else ""
+        lists[chosen] = Candidate(
+            name, shown or "all lists", relabeled(stacks, avals), len(layers), several
+        )
 
-def _by_kind(
-    leaves: Sequence[tuple[bool, Names]],
-    avals: Sequence[ShapedArray],
-    known: Sequence[set[int]],
-) -> list[NumberedLayers]:
-    """Layers whose parameters are in several lists, such as `params["mlp"][n]`.
-
-    They include lists of arrays, such as `params["up"][n]`. If several candidates have
-    the same parameters, the longest common path wins. `known` holds the parameters of
-    other lists.
-    """
-    groups: dict[Names, dict[Names, dict[int, dict[Member, int]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(dict))
-    )
-    for number, (frozen, names) in enumerate(leaves):
-        for k, name in enumerate(names):
-            if not (match := _numbered(name)):
-                continue
-            for start in range(k, -1, -1):
-                # An earlier number belongs to a list around this list.
-                if start < k and _numbered(names[start]):
-                    break
-                kind = (*names[start:k], *filter(None, match[:1]))
-                layer = groups[names[:start]][kind][match[1]]
-                layer[frozen, names[k + 1 :]] = number
-    lists: dict[frozenset[int], NumberedLayers] = {}
-    for before in sorted(groups, key=len):
-        by_length: dict[int, list[dict[Member, int]]] = {}
-        kinds = collections.Counter[int]()
-        for kind, by_number in groups[before].items():
-            members = _longest_run([by_number[n] for n in sorted(by_number)], avals)
-            each = by_length.setdefault(len(members), [{} for _ in members])
-            kinds[len(members)] += 1
-            for layer, part in zip(each, members, strict=True):
-                layer |= {(f, (*kind, *names)): n for (f, names), n in part.items()}
-        for members in by_length.values():
-            chosen = frozenset(n for each in members for n in each.values())
+    for before, by_kind in runs.items():
+        for (direct, kind), layers in by_kind.items():
+            if direct and layers and all(names for _, names in layers[0]):
+                add("/".join((*before, *(kind or ("",)))) or "*", layers, False)
+    subtrees = set(lists)
+    for before, by_kind in runs.items():
+        by_length = defaultdict[int, list[tuple[Names, list[dict[Member, int]]]]](list)
+        for (_, kind), layers in by_kind.items():
+            by_length[len(layers)].append((kind, layers))
+        for length, kinds in by_length.items():
+            layers = [
+                {
+                    (frozen, (*kind, *names)): number
+                    for kind, each in kinds
+                    for (frozen, names), number in each[n].items()
+                }
+                for n in range(length)
+            ]
+            chosen = frozenset(n for each in layers for n in each.values())
             # A list of arrays within another list is named by itself.
-            named = all(names for each in members[:1] for _, names in each)
-            if members and set(chosen) not in known and (named or chosen not in lists):
-                members = [relabeled(x, lambda n: avals[n].ndim) for x in members]
-                size = nbytes([avals[n] for n in chosen])
-                name = "/".join((*before, "")) or "*"
-                several = kinds[len(members)] > 1
-                # Prefixes are sorted by length, so that the longest one wins.
-                lists[chosen] = NumberedLayers(name, tuple(members), size, several)
+            named = all(names for each in layers[:1] for _, names in each)
+            if layers and chosen not in subtrees and (named or chosen not in lists):
+                add("/".join((*before, "")) or "*", layers, len(kinds) > 1)
     return list(lists.values())
 
 
-def _numbered(name: str) -> tuple[str, int] | None:
-    """Separates a name from its number; None without a number."""
-    match = re.fullmatch(r"(.*?)_?(\d+)", name)
-    return match and (match[1], int(match[2]))
+def _groups(
+    leaves: Sequence[tuple[bool, Names]],
+) -> Mapping[Names, Mapping[tuple[bool, Names], Mapping[int, Mapping[Member, int]]]]:
+    """Numbered leaves by prefix, kind and number.
 
-
-def relabeled(
-    members: Mapping[Member, Item], ndim: Callable[[Item], int]
-) -> dict[Member, Item]:
-    """Renames numbered parts of a layer that could be mistaken for layers.
-
-    Matrices distinguish a tree of stacks from a list of layers. If all parts are
-    vectors, or if a layer is one array, the parts' names get a prefix without a number.
-    `ndim` returns the number of axes of a part within one layer.
+    A kind is the names between the prefix and the number, and whether the prefix ends
+    at the number.
     """
-    renamed: dict[Member, Item] = {}
-    for frozen in (False, True):
-        weights = {
-            names: x for (is_frozen, names), x in members.items() if is_frozen == frozen
-        }
-        mistaken = all(
-            not names or (_numbered(names[0]) and ndim(x) < 2)
-            for names, x in weights.items()
-        )
-        for names, x in weights.items():
-            renamed[frozen, ("layer", *names) if mistaken else names] = x
-    return renamed
+    numbers = defaultdict[tuple[Names, str], set[int]](set)
+    for _, names in leaves:
+        for k, name in enumerate(names):
+            if match := _numbered(name):
+                numbers[names[:k], match[0]].add(match[1])
 
+    def number_of(names: Names, k: int) -> tuple[str, int] | None:
+        # The first of Haiku's names has no number.
+        known = numbers.get((names[:k], names[k]), set[int]())
+        first = names[k] and 1 in known and 0 not in known
+        return (names[k], 0) if first else _numbered(names[k])
 
-def first_names(members: Iterable[Member]) -> str:
-    """The first names of parameters that have none in common."""
-    first = sorted({names[0] if names else "" for _, names in members})
-    return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])])
-
-
-def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
-    """Returns the lists that `"layers"` or `"model/h_*"` names.
-
-    A prefix of the path suffices. An exact name excludes all other lists, for example
-    a list within one of the layers.
-    """
-    plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
-    prefix = plain(layers)
-    exact = [name for name in names if plain(name) == prefix]
-    return exact or [name for name in names if name.startswith(f"{prefix}/")]
+    groups: dict[Names, dict[tuple[bool, Names], dict[int, dict[Member, int]]]] = (
+        defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    )
+    for number, (frozen, names) in enumerate(leaves):
+        for k in range(len(names)):
+            if (match := number_of(names, k)) is None:
+                continue
+            for start in range(k, -1, -1):
+                # An earlier number belongs to a list around this list.
+                if start < k and number_of(names, start):
+                    break
+                kind = (*names[start:k], *filter(None, match[:1]))
+                members = groups[names[:start]][start == k, kind]
+                members[match[1]][frozen, names[k + 1 :]] = number
+    return groups
 
 
 def _longest_run(
@@ -237,7 +210,7 @@ def _longest_run(
     ]
     # The longest run wins, then the shortest period. Layers of alternating kinds have
     # groups of several subtrees.
-    best: tuple[int, int, range] = (0, 0, range(0))
+    best: tuple[int, int, range] = (0, -1, range(0))
     for period in range(1, len(members) // 2 + 1):
         start = 0
         for i in range(period, len(members) + 1):
@@ -248,16 +221,33 @@ def _longest_run(
                 best = count * period, -period, range(start, start + count * period)
             start = i - period + 1
     _, period, chosen = best
-    if not period:
-        return []
-    blocks = [chosen[k : k - period] for k in range(0, len(chosen), -period)]
-    if period == -1:
-        return [dict(members[n]) for n in chosen]
     return [
         {
-            (frozen, (str(offset), *names)): number
-            for offset, n in enumerate(block)
-            for (frozen, names), number in members[n].items()
+            (frozen, (*([] if period == -1 else [str(offset)]), *names)): number
+            for offset in range(-period)
+            for (frozen, names), number in members[first + offset].items()
         }
-        for block in blocks
+        for first in chosen[::-period]
     ]
+
+
+def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
+    """Returns the lists that `"layers"` or `"model/h_*"` names.
+
+    A prefix of the path suffices. An exact name excludes all other lists, for example
+    a list within one of the layers.
+    """
+    plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
+    prefix = plain(layers)
+    exact = [name for name in names if plain(name) == prefix]
+    return exact or [name for name in names if name.startswith(f"{prefix}/")]
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"[/.]", name)
+
+
+def _numbered(name: str) -> tuple[str, int] | None:
+    """Separates a name from its number; None without a number."""
+    match = re.fullmatch(r"(.*?)_?(\d+)", name)
+    return match and (match[1], int(match[2]))

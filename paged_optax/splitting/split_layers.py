@@ -1,13 +1,11 @@
 """`split_layers`: splits a user's loss into prologue, layer and epilogue."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import PyTree
 
 from paged_optax.backend.text import keystr
@@ -21,7 +19,6 @@ from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.tree_init import init_stacked
 from paged_optax.layerwise.weights import Frozen
 from paged_optax.splitting.functions import SplitFunctions
 from paged_optax.splitting.split_loss import RESEED, Loss
@@ -101,10 +98,7 @@ def split_layers(
     """
     check_function("loss", loss)
     check_arrays("params", params)
-    _refuse_arguments(loss, frozen)
     _refuse_integers(params)
-    if layers is not None and not isinstance(layers, str):
-        raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
     # Keep types and no arrays: the loss is traced again for other types.
     params, frozen = jax.tree.map(shape_dtype, (params, frozen))
     # A new function, because values that `loss` closes over may have changed.
@@ -191,22 +185,6 @@ class SplitModel(LayerwiseModel):
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 
-    def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
-        """Initializes the state of `tx` for stacked parameters, layer by layer.
-
-        The state is `tx.init` of the loss's own parameters, with all layers' moments
-        stacked like the parameters.
-
-        Args:
-          tx: The transformation.
-          params: Stacked parameters, see `stack`, or their shapes.
-
-        Returns:
-          The state, or its shapes.
-        """
-        tree = self.layer_tree
-        return tx.init(params) if tree is None else init_stacked(tx, tree, params)
-
     def stack_state(self, state: PyTree) -> PyTree:
         """Converts the state of an ordinary step to the state of a layerwise step.
 
@@ -253,26 +231,16 @@ class SplitModel(LayerwiseModel):
         return summary(self._functions.loss, self._functions.split)
 
 
-def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> None:
-    names = ("params", "batch") if frozen is None else ("params", "frozen", "batch")
-    try:
-        inspect.signature(loss).bind(*names)
-    except TypeError as error:
-        call, way_out = ", ".join(names), "takes parameters that are not trained"
-        raise TypeError(
-            f"loss is called as loss({call}), and that fails: {error}. If it {way_out},"
-            " it is loss(params, frozen, batch), and split_layers is given frozen=."
-        ) from None
-    except ValueError:
-        pass  # a function without a signature
-
-
 def _refuse_integers(params: PyTree) -> None:
-    for path, x in nondifferentiable(params):
-        random = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == jnp.uint32
-        raise TypeError(
-            f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
-            " frozen=, to loss(params, frozen, batch), or with the batch."
-            + random
-            * f" Frozen, a count or key is the same in each step. {RESEED}"
-        )
+    without_gradient = list(nondifferentiable(params))
+    if not without_gradient:
+        return
+    path, x = without_gradient[0]
+    random = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == jnp.uint32
+    words = f" Frozen, a count or key is the same in each step. {RESEED}" * random
+    if len(without_gradient) == len(jax.tree.leaves(params)):
+        words = " Parameters precede the batch: split_layers(loss, params, batch)."
+    raise TypeError(
+        f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in frozen=,"
+        f" to loss(params, frozen, batch), or with the batch.{words}"
+    )

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,40 +10,35 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
+from paged_optax.analysis.flat import Flat, trace
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.layerwise.loss import refuse_no_loss
-from paged_optax.splitting.assembly import Assembly
+from paged_optax.splitting.assembly import assembled
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import (
     Depends,
     SplitError,
     line_of,
     repeated_keys,
-    values_in,
     values_of,
 )
-from paged_optax.splitting.indexed import Sliced, slices
+from paged_optax.splitting.indexed import by_layer, slices
 from paged_optax.splitting.numbered import (
-    Member,
+    Candidate,
     Names,
-    NumberedLayers,
+    Stack,
     matching_lists,
     numbered,
     split_names,
 )
 from paged_optax.splitting.pieces import Pieces
-from paged_optax.splitting.scans import Scan, scans
-from paged_optax.splitting.stacking import Stack
+from paged_optax.splitting.scans import scanned_pieces, scans
 from paged_optax.splitting.stages import Stages
 from paged_optax.transform.context import without
-
-#: Layers that a loss may be split into.
-Candidate = NumberedLayers | Scan | Sliced
 
 #: Advice for new random numbers in each step.
 RESEED = (
@@ -59,13 +54,12 @@ _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue
 class SplitLoss:
     """A loss split between its layers."""
 
-    layers: Candidate
+    layers: Candidate  # in the order of computation
     pieces: Pieces
-    stacks: Mapping[Member, Stack]
     output: PyTreeDef  # structure of the loss's result
-    others: tuple[Candidate, ...] = ()  # layers that stay whole
+    others: Sequence[Candidate] = ()  # layers that stay whole
     # Larger layers that the loss cannot be split into.
-    refused: tuple[tuple[Candidate, SplitError], ...] = ()
+    refused: Sequence[tuple[Candidate, SplitError]] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,14 +72,19 @@ class Loss:
     frozen: PyTree | None  # None if the loss has no frozen parameters
 
     @property
-    def leaves(self) -> tuple[tuple[bool, Names], ...]:
+    def leaves(self) -> list[tuple[bool, Names]]:
         """Whether each parameter is frozen, and its names."""
         flat = jax.tree_util.tree_leaves_with_path
-        return tuple(
+        return [
             (frozen, names)
             for frozen, tree in ((False, self.params), (True, self.frozen))
             for names in split_names([path for path, _ in flat(tree)])
-        )
+        ]
+
+    @property
+    def lists(self) -> list[Candidate]:
+        """Numbered layers among the parameters."""
+        return numbered(self.leaves, jax.tree.leaves((self.params, self.frozen)))
 
     def _arguments(self, batch: PyTree) -> tuple[PyTree, ...]:
         frozen = () if self.frozen is None else (self.frozen,)
@@ -97,6 +96,11 @@ class Loss:
             with without(), without_explicit_axes():
                 return self.function.trace(*self._arguments(batch)).jaxpr
         except Exception as error:
+            if dataclasses.replace(self, params=batch).lists and not self.lists:
+                raise TypeError(
+                    "params has no layers, and batch has. Parameters precede the batch:"
+                    " split_layers(loss, params, batch)."
+                ) from error
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 error.add_note(
                     "split_layers traces loss without the explicit axes of the ambient"
@@ -107,43 +111,51 @@ class Loss:
             raise
 
     def split(
-        self, batch: PyTree[jax.ShapeDtypeStruct], first: SplitLoss | None = None
+        self, batch: PyTree[jax.ShapeDtypeStruct], first: Candidate | None = None
     ) -> SplitLoss:
         """Splits the loss between its largest layers.
 
         Args:
           batch: The types of a batch.
-          first: The loss split for another batch, whose stacks are required, or None.
+          first: The layers for another batch, whose stacks are required, or None.
         """
         with without():
             closed, shapes = trace(self.function, *self._arguments(batch))
         refuse_no_loss("loss", shapes)
         _refuse_effects(closed.jaxpr)
         self._warn_of_repeated(closed.jaxpr)
-        leaves = self.leaves
-        avals = [x.aval for x in closed.jaxpr.invars[: len(leaves)]]
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
-        lists = numbered(leaves, avals)
-        all_layers: list[Candidate] = [
-            *scans(flat, leaves),
-            *slices(closed, leaves, lists),
-            *lists,
-        ]
-        # Candidates are tried in order of their bytes, the largest first.
-        all_layers.sort(key=lambda x: -x.nbytes)
-        candidates = all_layers
-        if first is not None and not isinstance(first.layers, Scan):
-            candidates = [first.layers]
-        elif (layers := self.layers) is not None:
-            names = [x.name or "*" for x in candidates]
-            chosen = matching_lists(layers, names)
-            candidates = [x for x in candidates if (x.name or "*") in chosen]
-            if not candidates:
-                raise SplitError(
-                    f"layers={layers!r} names no layers of these parameters. Layers"
-                    f" that are numbered and equal, scanned over, or indexed: {names}."
-                    f" {_BY_HAND}"
-                )
+        lists, leaves = self.lists, self.leaves
+        inlined = Flat(closed, derivatives=False)
+        known = [*scans(flat, leaves), *slices(inlined, leaves, lists), *lists]
+        known.sort(key=lambda x: -x.nbytes(flat.avals))
+        candidates = self._named(known)
+        if first is not None:
+            same = [x for x in candidates if x.stacks == first.stacks and x.scan]
+            candidates = same or ([first] if not first.scan else candidates)
+        refused: list[tuple[Candidate, SplitError]] = []
+        for candidate in candidates:
+            try:
+                layers, pieces = _split(closed, flat, len(leaves), candidate)
+                if first is not None:
+                    _refuse_other_stacks(first, layers)
+            except SplitError as error:
+                refused.append((candidate, error))
+                continue
+            # Layers without parameters in common with these stay whole.
+            used, others = layers.leaves, list[Candidate]()
+            for other in (*known, *candidate.parts()):
+                if used.isdisjoint(other.leaves):
+                    others.append(other)
+                    used |= other.leaves
+            refused = [x for x in refused if not x[0].guess]
+            output = jax.tree.structure(shapes)
+            return SplitLoss(layers, pieces, output, others, refused)
+        # Errors of layers that are not guesses are more useful.
+        raise min(refused, key=lambda x: x[0].guess)[1]
+
+    def _named(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates that `layers` names, of one or more."""
         if not candidates:
             raise SplitError(
                 "no layers are found. The parameters have no subtrees that are numbered"
@@ -152,45 +164,27 @@ class Loss:
                 " layers a list of their own, or scan over their stack itself:"
                 f" jax.lax.scan(layer, x, stack). {_BY_HAND}"
             )
-        refused: list[tuple[Candidate, SplitError]] = []
-        output = jax.tree.structure(shapes)
-        for candidate in candidates:
-            try:
-                if isinstance(candidate, Scan):
-                    pieces, stacks = candidate.pieces(), candidate.stacks
-                else:
-                    pieces, stacks = _cut_trained(closed, flat, len(leaves), candidate)
-                _refuse_untrained(candidate, stacks)
-                if first is not None:
-                    _refuse_other_stacks(first, stacks)
-            except SplitError as error:
-                refused.append((candidate, error))
-                continue
-            used = {n for stack in stacks.values() for n in stack.leaves}
-            # Layers without parameters in common with these stay whole.
-            others: list[Candidate] = []
-            for other in (*all_layers, *_parts(flat, candidate)):
-                if used.isdisjoint(other.leaves):
-                    others.append(other)
-                    used |= other.leaves
-            return SplitLoss(
-                candidate,
-                pieces,
-                stacks,
-                output,
-                tuple(others),
-                tuple(x for x in refused if not x[0].guess),
+        if self.layers is None:
+            return candidates
+        names = [x.name or "*" for x in candidates]
+        chosen = matching_lists(self.layers, names)
+        if not chosen:
+            raise SplitError(
+                f"layers={self.layers!r} names no layers of these parameters. Layers"
+                f" that are numbered and equal, scanned over, or indexed: {names}."
+                f" {_BY_HAND}"
             )
-        # Errors of layers that are not guesses are more useful.
-        meant = (error for x, error in refused if not x.guess)
-        raise next(meant, refused[0][1])
+        return [x for x in candidates if (x.name or "*") in chosen]
 
     def _warn_of_repeated(self, jaxpr: core.Jaxpr) -> None:
-        before, fixed = jax.tree.leaves(self.params), jax.tree.leaves(self.frozen)
-        given: list[int | None] = [None] * len(jaxpr.invars)
-        given[len(before) : len(before) + len(fixed)] = range(len(fixed))
-        repeated = repeated_keys(jaxpr, [{x} for x in given])
-        for n, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self.frozen)):
+        frozen = jax.tree_util.tree_leaves_with_path(self.frozen)
+        start = len(jax.tree.leaves(self.params))
+        sources = [
+            {n if 0 <= n < len(frozen) else None}
+            for n in range(-start, len(jaxpr.invars) - start)
+        ]
+        repeated = repeated_keys(jaxpr, sources)
+        for n, (path, x) in enumerate(frozen):
             if n in repeated and not jnp.issubdtype(x.dtype, jnp.inexact):
                 warn_user(
                     f"the loss draws random numbers, such as dropout masks, from"
@@ -200,50 +194,101 @@ class Loss:
                 return
 
 
-def _cut_trained(
-    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
-) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """Cuts a loss between layers, or between their trained parameters alone."""
-    # A frozen model of the same structure, whose output the loss uses, has layers of
-    # the same names outside of these.
-    try:
-        return _cut(closed, flat, count, layers)
-    except SplitError:
-        for trained in _parts(flat, layers)[:1]:
-            with contextlib.suppress(SplitError):
-                return _cut(closed, flat, count, trained)
-        raise
-
-
-def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
-    size = lambda n: nbytes(flat.avals[n])
-    return layers.parts(size) if isinstance(layers, NumberedLayers) else ()
-
-
-def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
-    if all(frozen for frozen, _ in stacks):
+def _split(
+    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Candidate
+) -> tuple[Candidate, Pieces]:
+    """Splits a loss of `count` parameters between layers, or raises `SplitError`."""
+    if all(frozen for frozen, _ in layers.stacks):
         raise SplitError(
             f"the layers of {layers.shown} have no parameters that are trained, and so"
             " no layerwise gradients. If they have adapters, number these like the"
             " layers, such as params['layers'][i]['lora_a']. Otherwise train with"
             " jax.grad."
         )
+    if layers.scan is not None:
+        return layers, scanned_pieces(flat, layers)
+    try:
+        return _cut(closed, flat, count, layers)
+    except SplitError:
+        # A frozen model of the same structure, whose output the loss uses, has layers
+        # of the same names outside of these.
+        for trained in layers.parts()[:1]:
+            with contextlib.suppress(SplitError):
+                return _cut(closed, flat, count, trained)
+        raise
 
 
-def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> None:
-    """Raises if layers differ from the first batch's stacks, or in their order."""
-    if stacks == first.stacks:
-        return
-    known, each = (next(iter(x.values())).leaves for x in (first.stacks, stacks))
-    other = "other parameters than"
-    if sorted(known) == sorted(each) and known != each:
-        other = f"its layers in the order {[known.index(n) for n in each]} of"
-    raise SplitError(
-        f"loss takes {other} the stacks of {first.layers.shown}, for parameters and a"
-        " batch of these types. The batch of split_layers determines the stacks. Call"
-        " split_layers with such a batch for a second model, and stack parameters with"
-        " that model; or use the layers in one order."
+def _cut(
+    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Candidate
+) -> tuple[Candidate, Pieces]:
+    if any(e.primitive.name == "remat2" for e in flat.equations):
+        flat = _constants_first(_WithoutCheckpoints(closed, layers))
+    indexed = any(stack.axis is not None for stack in layers.stacks.values())
+    if indexed:
+        flat, members = by_layer(flat, layers)
+    else:
+        leaves = {name: stack.leaves for name, stack in layers.stacks.items()}
+        members = [
+            {name: each[n] for name, each in leaves.items()}
+            for n in range(layers.length)
+        ]
+    name_of = {n: name for each in members for name, n in each.items()}
+    weights = sorted({*range(count), *name_of})
+    depends = Depends.of(flat, weights, [list(x.values()) for x in members])
+    positions = [depends.layer[min(x.values())] for x in members]
+    order = sorted(range(layers.length), key=lambda n: positions[n])
+    if not indexed:
+        stacks = {
+            name: Stack(tuple(stack.leaves[n] for n in order))
+            for name, stack in layers.stacks.items()
+        }
+        layers = dataclasses.replace(layers, stacks=stacks)
+    cut = lambda latest, interleaved=False: assembled(
+        Stages.from_cuts(
+            Cuts.of(depends, latest=latest, interleaved=interleaved), name_of
+        )
     )
+    # If a layer ends or begins with equations that keep the size of the carry, several
+    # cuts are equally good. The cut with the fewest kinds of layers wins.
+    cuts = [cut(latest) for latest in (True, False)]
+    # A carry of several values may be due to towers, for example of two inputs.
+    if all(len(pieces.carried) > 1 for pieces in cuts):
+        for latest in (True, False):
+            with contextlib.suppress(SplitError):
+                cuts.append(cut(latest, interleaved=True))
+    if indexed and order != sorted(order):
+        raise SplitError(
+            f"the layers of {layers.name or 'all parameters'} are computed in the order"
+            f" {order} of their numbers. Stack them once, outside the loss, in the"
+            " order of computation."
+        )
+    best = min(cuts, key=lambda x: (len(x.kinds), nbytes([*x.carried])))
+    return layers, best
+
+
+class _WithoutCheckpoints(Flat):
+    """A loss without checkpoints around layers, which a step rematerializes anyway."""
+
+    def __init__(self, closed: core.ClosedJaxpr, layers: Candidate):
+        leaves = [stack.leaves for stack in layers.stacks.values()]
+        self.layers = [set(layer) for layer in zip(*leaves, strict=True)]
+        self.producer: dict[int, Equation] = {}
+        super().__init__(closed, checkpoints=False, derivatives=False)
+
+    def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
+        if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
+            return super()._inlines(eqn, operands)
+        for equation in self.equations:
+            self.producer.update(dict.fromkeys(equation.outputs, equation))
+        leaves = set(map(self._leaf, values_of(operands)))
+        # The checkpoint reads most parameters of a layer.
+        return any(2 * len(layer & leaves) > len(layer) for layer in self.layers)
+
+    def _leaf(self, x: int) -> int:
+        """The only value that a value is computed from, such as a parameter."""
+        while x in self.producer and len(self.producer[x].numbers) == 1:
+            (x,) = self.producer[x].numbers
+        return x
 
 
 def _constants_first(flat: Flat) -> Flat:
@@ -259,91 +304,20 @@ def _constants_first(flat: Flat) -> Flat:
     return flat
 
 
-class _WithoutCheckpoints(Flat):
-    """A loss without checkpoints around layers, which a step rematerializes anyway."""
-
-    def __init__(
-        self,
-        closed: core.ClosedJaxpr,
-        is_layer: Callable[[Sequence[Equation], Sequence[int]], bool],
-    ):
-        self.is_layer = is_layer
-        super().__init__(closed, checkpoints=False, derivatives=False)
-
-    def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
-        if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
-            return super()._inlines(eqn, operands)
-        return self.is_layer(self.equations, values_of(operands))
-
-
-class _SlicesOfStacks:
-    """Tests if values are slices of most of the layers' stacks."""
-
-    def __init__(self, leaves: set[int]):
-        self.leaves = leaves
-        self.producer: dict[int, Equation] = {}
-        self.known = 0
-
-    def __call__(self, equations: Sequence[Equation], values: Sequence[int]) -> bool:
-        # Equations are still being added: read the new ones since the last call.
-        new, self.known = equations[self.known :], len(equations)
-        for equation in new:
-            self.producer.update(dict.fromkeys(equation.outputs, equation))
-        stacks = {self._stack_of(x) for x in values} - {None}
-        # A checkpoint of whole stacks is removed too, to see the slices within it.
-        whole = any(x is not None and x[1] for x in stacks)
-        return whole or 2 * len(stacks) > len(self.leaves)
-
-    def _stack_of(self, x: int) -> tuple[int, bool] | None:
-        """The only stack that a value depends on, and whether on all of it; or None."""
-        whole = True
-        while x not in self.leaves:
-            equation = self.producer.get(x)
-            if equation is None or len(values_in(equation)) != 1:
-                return None
-            name = equation.primitive.name
-            whole = whole and (name in ELEMENTWISE or name == "transpose")
-            (x,) = values_in(equation)
-        return x, whole
-
-
-def _cut(
-    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
-) -> tuple[Pieces, Mapping[Member, Stack]]:
-    if isinstance(layers, Sliced):
-        is_slice = _SlicesOfStacks(layers.leaves)
-        flat, each = layers.per_layer(_WithoutCheckpoints(closed, is_slice))
-        flat = _constants_first(flat)
-    else:
-        each = layers.members
-        if any(e.primitive.name == "remat2" for e in flat.equations):
-            parameters = [set(x.values()) for x in each]
-            is_layer = lambda _, values: any(
-                2 * len(known.intersection(values)) > len(known) for known in parameters
-            )
-            flat = _constants_first(_WithoutCheckpoints(closed, is_layer))
-    members = [list(x.values()) for x in each]
-    weights = {*range(count), *(n for x in members for n in x)}
-    depends = Depends.of(flat, sorted(weights), members)
-    member = {n: name for x in each for name, n in x.items()}
-    stages = lambda **how: Stages.from_cuts(Cuts.of(depends, **how), member)
-    cut = lambda **how: Assembly(stages(**how)).pieces()
-    # If a layer ends or begins with equations that keep the size of the carry, several
-    # cuts are equally good. The cut with the fewest kinds of layers wins.
-    cuts = [cut(latest=latest) for latest in (True, False)]
-    # A carry of several values may be due to towers, for example of two inputs.
-    if all(len(pieces.carried) > 1 for pieces in cuts):
-        for latest in (True, False):
-            with contextlib.suppress(SplitError):
-                cuts.append(cut(latest=latest, interleaved=True))
-    saved = lambda pieces: nbytes(pieces.carried)
-    best = min(cuts, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
-    position = lambda x: depends.layer[min(x.values())]
-    if isinstance(layers, Sliced):
-        layers.refuse_other_order([position(x) for x in each])
-        return best, layers.stacks
-    in_order = sorted(each, key=position)
-    return best, {name: Stack(tuple(x[name] for x in in_order)) for name in each[0]}
+def _refuse_other_stacks(first: Candidate, layers: Candidate) -> None:
+    """Raises if layers differ from the first batch's stacks, or in their order."""
+    if layers.stacks == first.stacks:
+        return
+    known, each = (next(iter(x.stacks.values())).leaves for x in (first, layers))
+    other = "other parameters than"
+    if sorted(known) == sorted(each) and known != each:
+        other = f"its layers in the order {[known.index(n) for n in each]} of"
+    raise SplitError(
+        f"loss takes {other} the stacks of {first.shown}, for parameters and a batch of"
+        " these types. The batch of split_layers determines the stacks. Call"
+        " split_layers with such a batch for a second model, and stack parameters with"
+        " that model; or use the layers in one order."
+    )
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NoReturn
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import (
-    KeyPath,
     PyTreeDef,
     is_committed,
     is_traced,
@@ -24,17 +23,7 @@ from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
 from paged_optax.layerwise.slices import write_slice
-from paged_optax.splitting.numbered import Names
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """The leaves of a tree that hold one parameter of all layers."""
-
-    # Number of each layer's leaf, or of the only leaf if it is a stack.
-    leaves: tuple[int, ...]
-    # The layers' axis of that leaf; None if each layer has a leaf.
-    axis: int | None = None
+from paged_optax.splitting.numbered import Names, Stack
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,8 +32,7 @@ class Stacking:
 
     argument: str  # the user's name for the tree
     structure: PyTreeDef
-    paths: tuple[KeyPath, ...]  # of each leaf
-    shapes: tuple[tuple[int, ...], ...]  # of each leaf
+    shapes: Mapping[str, tuple[int, ...]]  # of each leaf, by path
     layers: Mapping[Names, Stack]
     rest: Mapping[Names, int]  # the other leaves, by name
 
@@ -76,7 +64,7 @@ class Stacking:
 
     def unstacked(self, stacked: PyTree) -> PyTree:
         """Restores the tree from its stacks."""
-        leaves: list[Shaped | None] = [None] * len(self.paths)
+        leaves: list[Shaped | None] = [None] * self.structure.num_leaves
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for (names, stack), x in zip(self.layers.items(), layers, strict=True):
             count = len(stack.leaves)
@@ -107,36 +95,27 @@ class Stacking:
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)
-        flat, structure = jax.tree.flatten(tree)
-        if structure != self.structure:
-            _refuse_other_tree(self.argument, tree, self.paths)
-        for path, x, shape in zip(self.paths, flat, self.shapes, strict=True):
-            if tuple(x.shape) != shape:
-                raise ValueError(
-                    f"{self.argument}{keystr(path)} has shape {tuple(x.shape)}, and"
-                    f" split_layers was given {shape}: split the model again."
-                )
-        return flat
+        leaves, structure = jax.tree.flatten(tree)
+        shapes = shapes_of(tree)
+        names = {**self.shapes, **shapes}
+        differ = [x for x in names if self.shapes.get(x) != shapes.get(x)]
+        if differ or structure != self.structure:
+            name = differ[0] if differ else ""
+            raise ValueError(
+                f"{self.argument}{name} has shape {shapes.get(name)}, and split_layers"
+                f" was given {self.shapes.get(name)}. Pass a tree that the loss takes,"
+                " as model.unstack returns it, or split the model again."
+                if differ
+                else f"{self.argument} has other containers than split_layers was"
+                " given. Pass a tree as model.unstack returns it."
+            )
+        return leaves
 
 
-def _refuse_other_tree(
-    argument: str, tree: PyTree, known: Sequence[KeyPath]
-) -> NoReturn:
-    """Raises the error for a different tree, naming a leaf that only one tree has."""
-    names = lambda paths: dict.fromkeys(map(keystr, paths))
-    names_of_tree = names(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
-    expected = names(known)
-    lacks = next((name for name in expected if name not in names_of_tree), None)
-    other = next((name for name in names_of_tree if name not in expected), None)
-    differs = [
-        f"has no {lacks}" if lacks else "",
-        f"has {other}, which that had not" if other else "",
-    ]
-    raise ValueError(
-        f"{argument} is no tree like that which split_layers was given: it"
-        f" {' and '.join(filter(None, differs)) or 'has other containers'}. Pass a tree"
-        " that the loss takes, as model.unstack returns it, or split it again."
-    )
+def shapes_of(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    """The shapes of a tree's leaves, by path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {keystr(path): tuple(x.shape) for path, x in leaves}
 
 
 def nested(leaves: Mapping[Names, object]) -> dict[str, PyTree]:

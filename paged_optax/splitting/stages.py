@@ -1,25 +1,20 @@
 """Assigns each equation of a loss to a layer."""
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import (
-    Callable,
-    Container,
-    Hashable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paged_optax.analysis.program import Constant, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.cuts import Cuts
-from paged_optax.splitting.dependence import SplitError, values_in, values_of
+from paged_optax.splitting.dependence import SplitError, aval_of, values_of
 from paged_optax.splitting.numbered import Member
-from paged_optax.splitting.pieces import aval_of, match_backward, match_forward
 
 # Values from before the layers of at most this many bytes are not computed in layers.
 _SMALL = 4096
+# Most ways to compare one equation with equations of a layer.
+_CHOICES = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,248 +29,254 @@ class Stages:
     @classmethod
     def from_cuts(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
         """Searches the first and the last layer, which have one cut, and all others."""
-        search = _Search(cuts, members)
-        pieces = search.pieces()
         depends = cuts.depends
         of = {n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order}
-        for turn, piece in enumerate(pieces):
-            of.update(dict.fromkeys(piece, turn))
+        for layer, piece in enumerate(_Search(cuts, members).pieces()):
+            of.update(dict.fromkeys(piece, layer))
         _refuse_elsewhere(cuts, of)
         return cls(cuts, members, _with_early_equations(cuts, of))
 
 
 class _Search:
-    """Searches the equations of all layers."""
+    """Searches the equations of all layers.
+
+    Inner layers lie between two cuts. No cut begins the first layer or ends the last
+    one: they have equations equal to another layer's. Without such equations, they
+    begin or end where values of the carry's types are alive.
+    """
 
     def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
         self.cuts, self.members = cuts, members
         self.depends, self.flat = cuts.depends, cuts.depends.flat
         self.count = cuts.depends.count
+        self.numbers: dict[Hashable, int] = {}  # of equal computations
 
-    def pieces(self) -> list[list[int]]:
-        # Inner layers lie between two cuts. No cut begins the first layer or ends the
-        # last one: each is matched with another layer. Without a match, it begins or
-        # ends where values of the carry's types are alive.
-        cuts, order, count = self.cuts.cuts, self.cuts.order, self.count
-        inner = [
-            list(order[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)
-        ]
-        if count == 1:
-            starts = self._starts()
-            return [list(order[starts[0] if starts else 0 : self._ends_at()])]
-        first = self._first(inner)
-        last = None
+    def pieces(self) -> list[Sequence[int]]:
+        cuts, order = self.cuts.cuts, self.cuts.order
+        inner = [order[start:stop] for start, stop in itertools.pairwise(cuts)]
+        first, last = self._first(self._templates(inner)), None
         if first is None:
-            for start in (starts := self._starts()):
-                piece = self._from(start)
-                if not inner and (last := self._last([piece])) is not None:
-                    first = piece
-                    break
-            else:
-                start = starts[0] if starts else self.cuts.regions[0].start
-                first = self._from(start)
-        last = self._last([*inner, first]) if last is None else last
-        if last is None:
-            last = list(order[cuts[-1] : self._ends_at()])
-        return [first, *inner, last]
+            starts = self._starts() or [self.cuts.regions[0].start]
+            first = self._from(starts[0])
+            if not inner:
+                # Of two layers, each is compared with the other.
+                pieces = map(self._from, starts)
+                pairs = ((x, self._last(self._templates([x]))) for x in pieces)
+                first, last = next((x for x in pairs if x[1]), (first, None))
+        last = last or self._last(self._templates([*inner, first]))
+        return [first, *inner, last or order[cuts[-1] : self._ends_at()]]
+
+    def _numbered(
+        self,
+        equations: Iterable[int],
+        layer: int,
+        free: Callable[[int], bool],
+        among: Mapping[int, int] | None = None,
+    ) -> dict[int, tuple[int, list[int]]]:
+        """Numbers computations, and lists the operands that these include.
+
+        Equal computations of parameters of the same names, and of any values of equal
+        types, have one number.
+
+        Args:
+          equations: The equations.
+          layer: The layer whose parameters they may read.
+          free: True for values that may come from outside.
+          among: How often each number may occur; None for any.
+        """
+        numbered: dict[int, tuple[int, list[int]]] = {}
+        inside: dict[Operand, Hashable] = {}
+        left = None if among is None else collections.Counter(among)
+
+        def meanings(x: Operand) -> Sequence[Hashable]:
+            aval = aval_of(self.flat, x)
+            if isinstance(x, Constant):
+                # The first layer may read a literal where others read a value.
+                return [("constant", aval), aval]
+            if x in self.depends.layer:
+                fits = self.depends.layer[x] == layer
+                return [("parameter", self.members[x])] if fits else []
+            outside = [aval] if free(x) else []
+            return [inside[x], *outside] if x in inside else outside
+
+        for n in equations:
+            equation = self.flat.equations[n]
+            types = tuple(aval_of(self.flat, x) for x in equation.outputs)
+            choices = itertools.product(*map(meanings, equation.inputs))
+            for operands in itertools.islice(choices, _CHOICES):
+                key = equation.primitive, equation.params, operands, types
+                number = self.numbers.setdefault(key, len(self.numbers))
+                if left is not None and not left[number]:
+                    continue
+                if left is not None:
+                    left[number] -= 1
+                pairs = zip(equation.inputs, operands, strict=True)
+                within = [x for x, how in pairs if inside.get(x) == how]
+                numbered[n] = number, values_of(within)
+                for k, x in enumerate(equation.outputs):
+                    inside[x] = number, k
+                break
+        return numbered
+
+    def _templates(self, pieces: Iterable[Sequence[int]]) -> list[Mapping[int, int]]:
+        """How often a layer computes each number, the largest first."""
+        templates: dict[Hashable, Mapping[int, int]] = {}
+        for piece in pieces:
+            layer = max(map(self.depends.last_layer, piece))
+            numbered = self._numbered(piece, layer, lambda _: True)
+            counts = collections.Counter(number for number, _ in numbered.values())
+            templates.setdefault(frozenset(counts.items()), counts)
+        return sorted(templates.values(), key=lambda x: -sum(x.values()))
+
+    def _first(self, templates: Sequence[Mapping[int, int]]) -> list[int] | None:
+        """The first layer, equal to another layer; None without such equations."""
+        depends, cuts = self.depends, self.cuts
+        candidates = cuts.order[: cuts.cuts[0]]
+        free = lambda x: depends.after.get(x, -1) < 0
+        needed = {n for n in candidates if depends.last_layer(n) == 0}
+        carry = self._alive(self._between(0), cuts.end)
+        for template in templates:
+            anywhere = dict.fromkeys(template, len(candidates))
+            numbered = self._numbered(candidates, 0, free, anywhere)
+            # Backward from the first cut: equations before the layers may be equal to
+            # a layer's too.
+            piece, waiting = (
+                set[int](),
+                [*needed, *(depends.producer[x] for x in carry)],
+            )
+            while waiting:
+                n = waiting.pop()
+                if n in numbered and n not in piece:
+                    piece.add(n)
+                    waiting += [depends.producer[x] for x in numbered[n][1]]
+            counts = collections.Counter(numbered[n][0] for n in piece)
+            if counts == template and needed <= piece and not self._is_shared(piece):
+                return [n for n in candidates if n in piece]
+        return None
+
+    def _last(self, templates: Sequence[Mapping[int, int]]) -> list[int] | None:
+        """The last layer, equal to another layer; None without such equations."""
+        depends, cuts = self.depends, self.cuts
+        candidates = cuts.order[cuts.cuts[-1] :]
+        produced = {x for n in candidates for x in self.flat.equations[n].outputs}
+        free = lambda x: x not in produced
+        parameters = {x for x, n in depends.layer.items() if n == self.count - 1}
+        needed = {
+            n
+            for n in candidates
+            if len(depends.uses(n)) == 1
+            and not parameters.isdisjoint(self.flat.equations[n].numbers)
+        }
+        for template in templates:
+            piece = self._numbered(candidates, self.count - 1, free, template)
+            if len(piece) == sum(template.values()) and needed <= set(piece):
+                return list(piece)
+        return None
+
+    def _users(self, n: int) -> set[int]:
+        """The learned equations that use the values of an equation."""
+        order, uses = self.cuts.order, self.cuts.uses
+        places = (x for y in self.flat.equations[n].outputs for x in uses[y])
+        return {order[place] if place < len(order) else -1 for place in places}
+
+    def _is_shared(self, piece: set[int]) -> bool:
+        """True if others use equations of a piece that precede the layers."""
+        early = (n for n in piece if self.depends.last_layer(n) < 0)
+        return any(not self._users(n) <= piece for n in early)
 
     def _from(self, start: int) -> list[int]:
         """The equations of the first layer, if it begins at this place."""
         chosen = self.cuts.order[start : self.cuts.cuts[0]]
-        producer = {x: n for n in chosen for x in self.flat.equations[n].outputs}
-        needed = {n for n in chosen if self.depends.last_layer(n) == 0}
-        # Also the equations that these need, as far back as the layer may begin.
-        stack = list(needed)
-        while stack:
-            operands = values_in(self.flat.equations[stack.pop()])
-            more = {producer[x] for x in operands if x in producer} - needed
-            needed |= more
-            stack += more
-        # Equations with users outside the layer stay before the layers.
+        piece = {n for n in chosen if self.depends.last_layer(n) == 0}
+        # Also the equations before that only these need.
         for n in reversed(chosen):
-            early = n in needed and self.depends.last_layer(n) < 0
-            if early and not self._used_only_in(n, needed):
-                needed.remove(n)
-        return [n for n in chosen if n in needed]
+            if self._users(n) <= piece:
+                piece.add(n)
+        return [n for n in chosen if n in piece]
 
-    def _used_only_in(self, n: int, piece: Container[int]) -> bool:
-        """True if only a piece uses the values of an equation."""
-        order, uses = self.cuts.order, self.cuts.uses
-        places = (x for y in self.flat.equations[n].outputs for x in uses[y])
-        return all(place < len(order) and order[place] in piece for place in places)
-
-    def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
-        """Returns a test of whether operands correspond, for a layer's parameters."""
-        layer, members = self.depends.layer, self.members
-
-        def fits(x: Operand, y: Operand) -> bool:
-            if isinstance(x, Constant) or isinstance(y, Constant):
-                return x not in layer and y not in layer
-            if x not in layer or y not in layer:
-                return x not in layer and y not in layer
-            return members[x] == members[y] and layer[y] == turn
-
-        return fits
-
-    def _results(self, turn: int) -> list[int]:
-        """The carry that an inner layer or the first layer computes."""
+    def _between(self, layer: int) -> range:
+        """Places from the cut before a layer, or the first use of one, to the next."""
         cuts = self.cuts
-        start = cuts.cuts[turn - 1] if turn else cuts.regions[0].start
-        stop = cuts.cuts[turn]
-        used = lambda x: cuts.until(x, cuts.end) >= stop
-        return list(filter(used, cuts.results_at(range(start, stop))))
-
-    def _first(self, inner: Sequence[Sequence[int]]) -> list[int] | None:
-        """The first layer, matched with an inner layer; None without a match."""
-        depends, cuts = self.depends, self.cuts
-        fits = self._leaves(0)
-        before = lambda x: isinstance(x, Constant) or depends.after.get(x, -1) < 0
-        # Operands are parameters of the first layer, or are computed before all layers.
-        fit = lambda x, y: fits(x, y) and (y in depends.layer or before(y))
-        results = self._results(0)
-        needed = [n for n in cuts.order[: cuts.cuts[0]] if depends.last_layer(n) == 0]
-        for turn, template in enumerate(inner, 1):
-            theirs = self._results(turn)
-            avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
-            # A layer with a carry of other types is of another kind.
-            if avals[0] != avals[1]:
-                continue
-            # The first cut fixes the results of the first layer but not its beginning:
-            # match backward from the results.
-            pairs = list(zip(theirs, results, strict=True))
-            match = match_backward(self.flat, depends.producer, template, pairs, fit)
-            if match is None or self._shared(match):
-                continue
-            # The layers differ if the first has equations without a match.
-            piece = {*match, *needed}
-            if len(piece) <= len(template):
-                return [n for n in cuts.order if n in piece]
-        return None
-
-    def _shared(self, piece: Iterable[int]) -> bool:
-        """True if others use equations of a piece that precede the layers."""
-        chosen = set(piece)
-        early = {n for n in chosen if self.depends.last_layer(n) < 0}
-        results = {x for n in early for x in self.flat.equations[n].outputs}
-        return any(
-            self.cuts.order[place] not in chosen
-            for x in results
-            for place in self.cuts.uses[x]
-            if place < len(self.cuts.order)
+        return range(
+            cuts.cuts[layer - 1] if layer else cuts.regions[0].start, cuts.cuts[layer]
         )
+
+    def _alive(self, places: range, stop: int | None = None) -> list[int]:
+        """Values computed at these places that are used afterwards, before `stop`."""
+        stop = len(self.cuts.order) + 1 if stop is None else stop
+        values = self.cuts.results_at(places)
+        return [x for x in values if self.cuts.until(x, stop) >= places.stop]
+
+    def _types(self, values: Iterable[int]) -> list[str]:
+        return sorted(str(aval_of(self.flat, x)) for x in values)
 
     def _starts(self) -> list[int]:
         """Places where the first layer may begin, in reverse order."""
         # A layer keeps the types of the carry. It may begin wherever exactly such
         # values are alive, not counting values that later layers use.
-        cuts, flat = self.cuts, self.flat
-        stop = cuts.cuts[0] if cuts.cuts else cuts.end
-        goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
-        region = cuts.regions[-1]
-        inputs = {x: cuts.uses[x] for x in cuts.results_at(region) if not goes_on(x)}
-        carry = sorted(map(str, (aval_of(flat, x) for x in self._carry())))
-        places = []
-        producer = {x: k for k in region for x in cuts.results_at([k])}
-        for place in range(region.stop, region.start, -1):
-            alive = [
-                x
-                for x, uses in inputs.items()
-                if producer[x] < place and any(place <= use < stop for use in uses)
-            ]
-            if sorted(str(aval_of(flat, x)) for x in alive) == carry:
-                places.append(place)
-        return places
-
-    def _carry(self) -> list[int]:
-        if self.count > 1:
-            return self._results(0)
-        cuts = self.cuts
-        results = cuts.results_at(range(cuts.regions[0].start, cuts.end))
-        return [x for x in results if any(place >= cuts.end for place in cuts.uses[x])]
-
-    def _last(self, templates: Sequence[Sequence[int]]) -> list[int] | None:
-        """The last layer, matched with another layer; None without a match."""
-        depends, cuts = self.depends, self.cuts
-        candidates = cuts.order[cuts.cuts[-1] :]
-        fits = self._leaves(self.count - 1)
-        needed = {
-            n
-            for n in candidates
-            if self.count - 1 in depends.uses(n) and len(depends.uses(n)) == 1
-        }
-        # The last cut fixes the inputs of the last layer: match forward.
-        for template in reversed(templates):
-            match = match_forward(self.flat, template, candidates, fits)
-            # The match must contain all equations that read the last layer's parameters
-            # directly. Others may follow it.
-            if match is None:
-                continue
-            piece = set(match)
-            missing = any(map(self._reads_parameters, needed - piece))
-            if not missing and self._is_closed(piece, candidates):
-                return [n for n in candidates if n in piece]
-        return None
-
-    def _is_closed(self, piece: set[int], candidates: Sequence[int]) -> bool:
-        """True if a piece needs none of the other candidates."""
-        others = set(candidates) - piece
-        results = {x for n in others for x in self.flat.equations[n].outputs}
-        return all(results.isdisjoint(values_in(self.flat.equations[n])) for n in piece)
-
-    def _reads_parameters(self, n: int) -> bool:
-        operands = values_in(self.flat.equations[n])
-        return not self.depends.layer.keys().isdisjoint(operands)
+        cuts, region = self.cuts, self.cuts.regions[-1]
+        carry = self._types(self._alive(self._between(0), cuts.end))
+        once = lambda x: cuts.until(x, cuts.end) < cuts.cuts[0]
+        alive = lambda place: self._alive(range(region.start, place), cuts.end)
+        return [
+            place
+            for place in range(region.stop, region.start, -1)
+            if self._types(filter(once, alive(place))) == carry
+        ]
 
     def _ends_at(self) -> int:
-        """The place where a last layer without a match ends."""
-        cuts, flat = self.cuts, self.flat
-        if not cuts.cuts:
-            return cuts.end
-        types = lambda values: sorted(str(aval_of(flat, x)) for x in values)
-        alive = lambda start, stop: types(
-            x
-            for x in cuts.results_at(range(start, stop))
-            if any(use >= stop for use in cuts.uses[x])
-        )
-        last = cuts.cuts[-1]
-        begins = cuts.cuts[-2] if self.count > 2 else cuts.regions[0].start
-        earlier = set(cuts.results_at(range(cuts.regions[0].start, begins)))
-        places = range(cuts.end, min(cuts.end + 64, len(cuts.order)) + 1)
-        takes = lambda place: values_in(flat.equations[cuts.order[place - 1]])
-        of_it = lambda place: place == cuts.end or earlier.isdisjoint(takes(place))
+        """The place where a last layer ends that is equal to no other."""
+        cuts, flat, before = self.cuts, self.flat, self._between(self.count - 2)
+        earlier = set(cuts.results_at(range(cuts.regions[0].start, before.start)))
+        # It reads no values of earlier layers that are kept for the epilogue.
+        places = [cuts.end]
+        for place in range(cuts.end, min(cuts.end + 64, len(cuts.order))):
+            if not earlier.isdisjoint(flat.equations[cuts.order[place]].numbers):
+                break
+            places.append(place + 1)
         # The first choice counts values that are kept for the epilogue, such as all
         # layers' means. Values computed from these may have the type of the carry; the
         # second choice leaves them out.
-        for carry in (alive(begins, last), types(self._results(self.count - 2))):
-            for place in itertools.takewhile(of_it, places):
-                if alive(last, place) == carry:
+        for stop in (None, cuts.end):
+            carry = self._types(self._alive(before, stop))
+            for place in places:
+                if self._types(self._alive(range(before.stop, place))) == carry:
                     return place
         return cuts.end
 
 
 def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
+    """Raises if parameters are used outside their layer, directly or prepared."""
     depends = cuts.depends
+    flat, equations = depends.flat, depends.flat.equations
+
+    def layer_of(x: int) -> int | None:
+        """The layer of a parameter, or of a value as large as its parameters."""
+        layers, producer = depends.pure.get(x, frozenset()), depends.producer.get(x)
+        if producer is not None:
+            operands = map(flat.size, equations[producer].numbers)
+            if not 1 < flat.size(x) >= max(operands, default=0):
+                return None
+        return min(layers) if len(layers) == 1 else None
+
     for n in cuts.order:
-        equation = depends.flat.equations[n]
-        for x in values_in(equation):
-            layer = depends.layer.get(x)
+        for layer in map(layer_of, equations[n].numbers):
             if layer is not None and of[n] != layer:
-                after = (
-                    "after all layers" if of[n] == depends.count else "in another one"
-                )
+                after = of[n] == depends.count
                 raise SplitError(
-                    f"parameters of layer {layer} are used {after}, at"
+                    f"parameters of layer {layer} are used"
+                    f" {'after all layers' if after else 'in another one'}, at"
                     f" {depends.line(n)}. A layer's parameters are available only"
                     " within the layer. Move parameters that are used twice out of the"
                     " layers, to a key of their own. For a penalty of several layers,"
                     " or of gradients through them, train with jax.grad and a paged"
                     " optimizer."
                 )
-    for x in values_of(depends.flat.outputs):
-        if x in depends.layer:
+    for layer in map(layer_of, values_of(flat.outputs)):
+        if layer is not None:
             raise SplitError(
-                f"the loss returns a parameter of layer {depends.layer[x]}. Return a"
-                " value computed from it, such as its norm."
+                f"the loss returns a parameter of layer {layer}. Return a value"
+                " computed from it, such as its norm."
             )
 
 
@@ -288,19 +289,19 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     """
     depends = cuts.depends
     flat, equations = depends.flat, depends.flat.equations
-    users: dict[int, set[int]] = {}
+    users = collections.defaultdict[int, set[int]](set)
     for x in values_of(flat.outputs):
-        users.setdefault(x, set()).add(depends.count)
+        users[x].add(depends.count)
     only: dict[int, int] = {}
     # Backward: the layers that need each equation, and the layer if it is the only one.
     for n in reversed(depends.live):
-        layers = set().union(*(users.get(x, ()) for x in equations[n].outputs))
+        layers = set[int]().union(*(users[x] for x in equations[n].outputs))
         if of.get(n, -1) >= 0:
             layers = {of[n]}
         elif len(layers) == 1 and 0 <= min(layers) < depends.count:
             only[n] = min(layers)
-        for x in values_in(equations[n]):
-            users.setdefault(x, set()).update(layers)
+        for x in equations[n].numbers:
+            users[x].update(layers)
     repeated = _repeated(cuts, only)
     stages, inside = dict(of), set[int]()
     size = lambda xs: nbytes([flat.avals[x] for x in xs])
@@ -308,7 +309,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
-        equation, operands = equations[n], values_in(equations[n])
+        equation, operands = equations[n], equations[n].numbers
         grows = size(equation.outputs) > max(_SMALL, size(operands))
         grows = grows and not depends.is_learned(n)
         stages[n] = -1
@@ -318,21 +319,16 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     return stages
 
 
-def _repeated(cuts: Cuts, only: Mapping[int, int]) -> set[int]:
+def _repeated(cuts: Cuts, only: Mapping[int, int]) -> Collection[int]:
     """Equations that several layers repeat on the same operands."""
-    same: dict[int, Hashable] = {}
-    groups: dict[Hashable, list[int]] = {}
+    same: dict[Operand, Hashable] = {}
+    groups = collections.defaultdict[Hashable, list[int]](list)
     for n in cuts.depends.live:
         equation = cuts.depends.flat.equations[n]
         if n in only:
-            operands = tuple(
-                x if isinstance(x, Constant) else same.get(x, x)
-                for x in equation.inputs
-            )
+            operands = tuple(same.get(x, x) for x in equation.inputs)
             key = equation.primitive, equation.params, operands
-            groups.setdefault(key, []).append(n)
-            for k, x in enumerate(equation.outputs):
-                same[x] = key, k
-    return {
-        n for each in groups.values() if len({only[n] for n in each}) > 1 for n in each
-    }
+            groups[key].append(n)
+            same |= {x: (key, k) for k, x in enumerate(equation.outputs)}
+    groups = (each for each in groups.values() if len({only[n] for n in each}) > 1)
+    return {n for each in groups for n in each}

@@ -13,8 +13,6 @@ from paged_optax.splitting.dependence import (
     line_of,
     live_of,
     producers_of,
-    values_in,
-    values_of,
 )
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
@@ -45,32 +43,36 @@ def summary(loss: Loss, split: SplitLoss) -> str:
         frozen = all(loss.leaves[n][0] for n in other.leaves)
         whole = "frozen" if frozen else "with their gradients"
         words = f"{other.shown}, {other.length} layers, {whole}"
-        rows.append(("held whole", words, readable_bytes(other.nbytes)))
-    activation = _largest(pieces, len(loss.leaves))
-    if activation is not None:
-        equation, aval = activation
+        rows.append(("held whole", words, readable_bytes(other.nbytes(flat.avals))))
+    values, fixed = _activations(pieces, len(loss.leaves))
+    advice: list[str] = []
+    if values:
+        equation, x = max(values, key=lambda pair: nbytes(flat.avals[pair[1]]))
         place = re.split(r"[/\\]", line_of(equation).split(", which")[0])[-1]
-        text = f"{_types([aval])} at {place}"
-        rows.append(("largest activation outside", text, _size([aval])))
-    lines = [table(("what", "found", "size"), rows)]
-    if activation is not None and _are_logits(pieces, activation[1], len(loss.leaves)):
-        lines.append(_LOGITS)
+        text = f"{_types([flat.avals[x]])} at {place}"
+        rows.append(("largest activation outside", text, _size([flat.avals[x]])))
+        # Values computed from logits, such as exponentials, have the same size.
+        shape = lambda x: sorted(flat.shape(x))
+        large = [e for e, y in values if shape(y) == shape(x)]
+        products = [e for e in large if e.primitive.name == "dot_general"]
+        softmax = any(e.primitive.name == "exp" for e in large)
+        if softmax and any(not fixed.isdisjoint(e.numbers) for e in products):
+            advice.append(_LOGITS)
     for layers, error in split.refused:
-        size = readable_bytes(layers.nbytes)
-        lines.append(f"{layers.shown}, {size}, is not split: {error}")
-    return "\n".join(lines)
+        size = readable_bytes(layers.nbytes(flat.avals))
+        advice.append(f"{layers.shown}, {size}, is not split: {error}")
+    return "\n".join([table(("what", "found", "size"), rows), *advice])
 
 
 def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
     """Yields rows of the layers' parameters and of all others, trained and frozen."""
     avals, leaves = split.pieces.flat.avals, loss.leaves
-    stacked = {n for stack in split.stacks.values() for n in stack.leaves}
+    stacked = {n for stack in split.layers.stacks.values() for n in stack.leaves}
     count = len(split.pieces.kind_of)
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
-        stacks = [
-            x for (is_frozen, _), x in split.stacks.items() if is_frozen == frozen
-        ]
+        stacks = split.layers.stacks.items()
+        stacks = [x for (is_frozen, _), x in stacks if is_frozen == frozen]
         if stacks:
             size = nbytes([avals[n] for stack in stacks for n in stack.leaves])
             each = f"{count} x {readable_bytes(size // count)}"
@@ -103,46 +105,21 @@ def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, st
     return _types(avals[:1]), _size(avals)
 
 
-def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | None:
-    """The largest value outside the layers that depends on the batch."""
+def _activations(
+    pieces: Pieces, parameters: int
+) -> tuple[list[tuple[Equation, int]], set[int]]:
+    """Values outside the layers that depend on the batch, and values that do not."""
     flat = pieces.flat
-    live = live_of(flat, producers_of(flat))
-    # XLA removes equations that the results do not need.
-    needed = set(values_of(flat.outputs))
-    needed.update(*(values_in(flat.equations[n]) for n in live))
-    best = None
-    for equation, _ in _of_the_batch(flat, parameters):
-        for x in equation.outputs:
-            aval = flat.avals[x]
-            larger = best is None or nbytes(aval) > nbytes(best[1])
-            if x in needed and x not in pieces.inside and larger:
-                best = equation, aval
-    return best
-
-
-def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[int]]]:
-    """Yields equations that depend on the batch, with operands that do not."""
     fixed = {*range(parameters), *flat.constants}
-    for equation in flat.equations:
-        from_parameters = fixed.intersection(values_in(equation))
-        if len(from_parameters) == len(set(values_in(equation))):
+    values: list[tuple[Equation, int]] = []
+    # XLA removes equations that the results do not need.
+    for n in live_of(flat, producers_of(flat)):
+        equation = flat.equations[n]
+        if fixed.issuperset(equation.numbers):
             fixed.update(equation.outputs)
         else:
-            yield equation, from_parameters
-
-
-def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
-    """True if a product with parameters, and its softmax, have this shape."""
-    # Values computed from logits, such as exponentials, have the same size.
-    flat, shape = pieces.flat, sorted(aval.shape)
-    product, softmax = False, False
-    for e, from_parameters in _of_the_batch(flat, parameters):
-        if all(x not in pieces.inside for x in e.outputs):
-            large = any(sorted(flat.avals[x].shape) == shape for x in e.outputs)
-            name = e.primitive.name
-            product |= large and name == "dot_general" and bool(from_parameters)
-            softmax |= large and name == "exp"
-    return product and softmax
+            values += [(equation, x) for x in equation.outputs]
+    return [x for x in values if x[1] not in pieces.inside], fixed
 
 
 def _size(avals: Iterable[ShapedArray]) -> str:

@@ -124,7 +124,7 @@ def _arrays_at(state: PyTree, path: Path | None) -> list[ArrayOrShape]:
 
 
 def rebalance(
-    tx: Transformation, state: PyTree, recent_paths: Iterable[Path]
+    tx: Transformation, state: PyTree, recent_paths: Iterable[Path] | str
 ) -> PyTree:
     """Keeps the most recently used parameters' moments on the device.
 
@@ -145,8 +145,8 @@ def rebalance(
       tx: The transformation, for its `device_budget`, in bytes of each device. The
         budgets of several paged transformations are added.
       state: Its state.
-      recent_paths: Parameters, or groups, from the least to the most recently used. A
-        repeated path counts where it is last.
+      recent_paths: Parameters, or groups, from the least to the most recently used; a
+        string is one of them. A repeated path counts where it is last.
 
     Returns:
       The state with the same values, and its arrays moved.
@@ -182,7 +182,8 @@ def rebalance(
         if size is not None:
             totals.setdefault(leaf.parameter, 0)
             totals[leaf.parameter] += size if moves else 0
-    groups = map(parameters_of(state_leaves).group, recent_paths)
+    used = [recent_paths] if isinstance(recent_paths, str) else recent_paths
+    groups = map(parameters_of(state_leaves).group, used)
     residents = _residents([path for group in groups for path in group], totals, budget)
     for to_host in (True, False):
         move = functools.partial(moved_to, kind=kind_of(to_host))

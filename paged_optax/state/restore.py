@@ -1,6 +1,5 @@
 """States that are restored: described without allocating, and put in place."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -24,14 +23,14 @@ from paged_optax.backend.memory import (
     replicated_sharding,
     typed_by_memory,
 )
-from paged_optax.backend.text import dtype_and_shape, key_names, keystr
+from paged_optax.backend.text import dtype_and_shape, key_names
 from paged_optax.backend.types import (
     ArrayOrShape,
     Described,
     Transformation,
     is_committed,
 )
-from paged_optax.backend.validation import brief, check_arrays, check_transformation
+from paged_optax.backend.validation import check_arrays, check_transformation
 from paged_optax.codecs import is_codes_field
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
@@ -158,7 +157,6 @@ def state_shardings(
     Raises:
       ValueError: If `shardings` has another structure, or a sharding does not divide
         its parameter evenly.
-      TypeError: If `shardings` holds anything but shardings.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, paged_optax as po
@@ -175,19 +173,7 @@ def state_shardings(
       'pinned_host'
     """
     check_arrays("params", params)
-    for path, x in jax.tree_util.tree_flatten_with_path(shardings)[0]:
-        if not isinstance(x, Sharding):
-            raise TypeError(
-                f"shardings{keystr(path)}={brief(x)} is not a sharding: pass"
-                " NamedSharding(mesh, spec)."
-            )
-    try:
-        full = jax.tree.broadcast(shardings, params)
-    except ValueError as error:
-        raise ValueError(
-            "shardings has neither the structure of params nor that of a prefix of it:"
-            f" {error}"
-        ) from error
+    full = jax.tree.broadcast(shardings, params)
     sharded = jax.tree.map(_with_sharding, params, full)
     return jax.tree.map(lambda x: x.sharding, abstract_state(tx, sharded))
 
@@ -256,6 +242,11 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       False
     """
     target = abstract_state(state if isinstance(state, Described) else tx, params)
+    return placed_as(target, state)
+
+
+def placed_as(target: PyTree[jax.ShapeDtypeStruct], state: PyTree) -> PyTree:
+    """Places a state's arrays as `target` states; see `place_state`."""
     check_arrays("state", state)
     places = _by_name(target)
     # A restore without a target makes `{"value": array}` of one of Flax's variables.
@@ -285,45 +276,13 @@ def _refuse_unlike(name: tuple[str, ...], arrays: _ByName, places: _ByName) -> N
     )
     if array == place:
         return
-    moment = name[:-1] if is_codes_field(name[-1]) else name
-    stored, codec = _storage(arrays, moment), _storage(places, moment)
-    plain = moment in arrays and moment in places
-    if stored and codec and stored != codec and not plain:
-        raise ValueError(
-            f"state: moment {'/'.join(moment)!r} is stored as {stored}, and tx stores"
-            f" it as {codec}: pass the transformation with the codec that the state"
-            " was made with; or begin with new moments, tx.init(params)."
-        )
-    way_out = (
-        "pass the transformation, and the parameters, that the state was made with"
-    )
-    if any(x[:-1] == name[:-1] and is_codes_field(x[-1]) for x in places):
-        way_out += (
-            ", divided as they were, or into shards of whole blocks: a codec's blocks"
-            " end with a shard"
-        )
-    inside = [x[: -len(name)] for x in arrays if x[-len(name) :] == name]
-    if inside and array is None:
-        way_out = (
-            f"it is under {'/'.join(inside[-1])!r}, so pass this part of the state"
-        )
     raise ValueError(
         f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx for"
-        f" these parameters has {place or 'none'}: {way_out}."
+        f" these parameters has {place or 'none'}: pass the transformation, with its"
+        " codec, and the parameters, divided as they were, that the state was made"
+        " with; of a checkpoint, the part that is the state. To change the codec, begin"
+        " with new moments, tx.init(params)."
     )
-
-
-#: Suffixes of a field of codes, after the codec's name.
-_ARRANGEMENT = re.compile(r"(_unsigned)?(_\d+x\d+)?(_less_\d+)?(_in_[\dx]+)?$")
-
-
-def _storage(arrays: _ByName, moment: tuple[str, ...]) -> str:
-    """Returns a moment's dtype, or the name of its codec; "" if it is missing."""
-    if moment in arrays:
-        return str(arrays[moment].dtype)
-    names = (x[-1] for x in arrays if x[:-1] == moment)
-    field = next(filter(is_codes_field, names), "")
-    return _ARRANGEMENT.sub("", field).removeprefix("codes_")
 
 
 def _placed(

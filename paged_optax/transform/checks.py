@@ -9,20 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
-from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
+from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import dtype_and_shape, keystr
-from paged_optax.backend.types import (
-    ArrayOrShape,
-    KeyPath,
-    shape_dtype,
-)
+from paged_optax.backend.types import ArrayOrShape, KeyPath, shape_dtype
 from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized
-from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, within
 from paged_optax.transform.trees import Value, paths_of
 
@@ -63,38 +57,8 @@ def paged_by_one(
     return optax.GradientTransformationExtraArgs(alone(inner.init), alone(inner.update))
 
 
-def refuse_devices(
-    paths: Sequence[KeyPath],
-    stays: Sequence[bool],
-    shards: Sequence[Shards | None],
-) -> None:
-    """Raises if a mesh has devices without pinned host memory.
-
-    The mesh of a parameter may hold other devices than the default backend's.
-    """
-    for path, stay, divided in zip(paths, stays, shards, strict=True):
-        if stay or divided is None or not isinstance(divided.mesh, Mesh):
-            continue
-        device = next(iter(divided.mesh.local_devices), None)
-        if device is not None and PINNED_HOST not in (kinds := memory_kinds(device)):
-            raise ValueError(
-                f"state{keystr(path)} is to be paged by the devices of {divided.mesh},"
-                f" and {device} has only {', '.join(kinds)}: use a mesh of devices with"
-                f" {PINNED_HOST} memory, or device_budget=None to keep the moments on"
-                " these."
-            )
-
-
 def check_arguments(updates: PyTree, state: PyTree, params: PyTree | None) -> None:
     """Raises unless an update's arguments are arrays, and only moments on the host."""
-    structure = jax.tree.structure(updates)
-    exchanged = params is not None and jax.tree.structure(params) != structure
-    if exchanged and jax.tree.structure(state) == structure:
-        raise ValueError(
-            "state has the structure of the gradients, as params should have, and"
-            " params has not: they are exchanged. Call"
-            " tx.update(gradients, state, params)."
-        )
     visitor = current().visitor
     visited = visitor is not None and visitor.update is not None
     check_arrays("state", state, shapes=visited)
@@ -266,31 +230,23 @@ def refuse_changes(
 ) -> None:
     """Raises if an update changes structures, shapes or dtypes."""
     new_updates, new_state = shapes
-    if jax.tree.structure(new_state) != jax.tree.structure(state):
-        raise ValueError(
-            "inner.update returned a state of another structure than it was given:"
-            " pass the state that this transformation's init made for these parameters."
-        )
-    for what, old, new in (
-        ("update", updates, new_updates),
-        ("state", state, new_state),
-    ):
-        for path, before, after in zip(
-            *paths_of(old), jax.tree.leaves(new), strict=True
-        ):
+    every = ("update", updates, new_updates), ("state", state, new_state)
+    for what, old, new in every:
+        pairs = zip(*paths_of(old), jax.tree.leaves(new), strict=True)
+        for path, before, after in pairs:
             same_dtype = what == "update" or before.dtype == after.dtype
-            if np.shape(before) != after.shape or not same_dtype:
-                way_out = ""
-                if what == "state" and after.dtype.itemsize > before.dtype.itemsize:
-                    way_out = (
-                        f" To keep such moments in {after.dtype}, build tx with"
-                        f' master_dtype="{after.dtype}"; or with'
-                        f' mu_dtype="{after.dtype}", where the optimizer takes it.'
-                    )
-                raise ValueError(
-                    f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
-                    f" {dtype_and_shape(after)}, and could not stay in its own"
-                    " buffer: pass gradients of the shapes and dtypes that the state"
-                    " was made for, and the codec and mu_dtype that it was made with."
-                    f"{way_out}"
+            if np.shape(before) == after.shape and same_dtype:
+                continue
+            way_out = ""
+            if what == "state" and after.dtype.itemsize > before.dtype.itemsize:
+                way_out = (
+                    f" To keep such moments in {after.dtype}, build tx with"
+                    f' master_dtype="{after.dtype}"; or with mu_dtype="{after.dtype}",'
+                    " where the optimizer takes it."
                 )
+            raise ValueError(
+                f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
+                f" {dtype_and_shape(after)}, and could not stay in its own buffer: pass"
+                " gradients of the shapes and dtypes that the state was made for, and"
+                f" the codec and mu_dtype that it was made with.{way_out}"
+            )

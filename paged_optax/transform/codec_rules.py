@@ -5,7 +5,6 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from paged_optax.backend.text import matching_names, path_name
@@ -44,12 +43,7 @@ def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
       ValueError: If a codec is unknown.
     """
     rules: dict[str, Rule] = dict(codec) if isinstance(codec, Mapping) else {"*": codec}
-    for key, rule in rules.items():
-        if not isinstance(key, str):
-            raise ValueError(
-                f"codec has the key {key!r}: name a moment ('mu') or a pattern of"
-                " parameter paths ('blocks/*/kernel')."
-            )
+    for rule in rules.values():
         for one in _codecs_of(rule):
             _codec(one, signed=True)
     plain = all(rule in (None, "float32") for rule in rules.values())
@@ -69,14 +63,7 @@ def _codecs_of(rule: Rule) -> Collection[CodecLike]:
 class CodedMoment(NamedTuple):
     """One moment of one parameter, and the rule that names its codec.
 
-    Attributes:
-      rule: The codec of the rule.
-      by_name: True if the rule names the moment.
-      name: The name of the moment, such as `mu`.
-      parameter: The path of the parameter.
-      aval: Its shape and dtype.
-      of: The dtype of the parameter.
-      as_masters: True if it has the dtype of master weights.
+    `by_name` is True if the rule names the moment, not its parameter.
     """
 
     rule: CodecLike
@@ -84,8 +71,6 @@ class CodedMoment(NamedTuple):
     name: str
     parameter: str
     aval: ArrayOrShape
-    of: np.dtype
-    as_masters: bool
 
     @property
     def small(self) -> bool:
@@ -115,22 +100,12 @@ class CodedMoment(NamedTuple):
         if dtype != jnp.float32:
             raise ValueError(
                 f"codec {codec!r} stores float32, and moment {name!r} of parameter"
-                f" {self.parameter!r} is {dtype}{self._way_to_float32()}"
+                f" {self.parameter!r} is {dtype}: leave mu_dtype and its like out, the"
+                " codec says how moments are stored; make the parameter, or"
+                " master_dtype, float32; or store no codes of it, codec={...,"
+                f" {self.parameter!r}: None}}."
             )
         return codec
-
-    def _way_to_float32(self) -> str:
-        # `inner` computes with parameters of fewer bits in float32.
-        if self.aval.dtype == self.of and self.of.itemsize > 4:
-            way_out = f"store no codes of it, codec={{..., {self.parameter!r}: None}}"
-            if jnp.issubdtype(self.of, jnp.floating):
-                way_out = f"make the parameter float32, or {way_out}"
-            return f", as the parameter is: {way_out}."
-        if self.as_masters:
-            return ", as master_dtype says: pass master_dtype='float32'."
-        return (
-            ": leave mu_dtype and its like out, the codec says how moments are stored."
-        )
 
 
 def coded_moments(
@@ -155,47 +130,33 @@ def coded_moments(
     Raises:
       ValueError: If a rule names nothing.
     """
-    parameter_paths, leaves = paths_of(params)
+    parameter_paths, _ = paths_of(params)
     parameters = [path_name(path) for path in parameter_paths]
     state_paths, avals = paths_of(state)
-    names = [
-        None
-        if owner is None
-        else path_name(path[: len(path) - len(parameter_paths[owner])][-1:])
-        for path, owner in zip(state_paths, owners, strict=True)
-    ]
+    name_of = lambda path, owner: path_name(
+        path[: len(path) - len(parameter_paths[owner])][-1:]
+    )
+    pairs = zip(state_paths, owners, strict=True)
+    names = [None if i is None else name_of(path, i) for path, i in pairs]
     named_by = _parameters_named(rules, names, parameters)
-    masters = {
-        x.dtype for x, name in zip(avals, names, strict=True) if name == "master"
-    }
-
-    def moment_of(
-        name: str | None, owner: int | None, aval: ArrayOrShape
-    ) -> CodedMoment | None:
+    moments: list[CodedMoment | None] = [None] * len(names)
+    for position, (name, owner) in enumerate(zip(names, owners, strict=True)):
         if owner is None or name is None:
-            return None
+            continue
         rule, by_name = _last_match(rules, named_by, name, parameters[owner])
-        if rule in (None, "float32"):
-            return None
-        of, as_masters = leaves[owner].dtype, aval.dtype in masters
-        return CodedMoment(rule, by_name, name, parameters[owner], aval, of, as_masters)
-
-    return list(map(moment_of, names, owners, avals))
+        if rule not in (None, "float32"):
+            each = rule, by_name, name, parameters[owner], avals[position]
+            moments[position] = CodedMoment(*each)
+    return moments
 
 
 def choose(
     moments: Sequence[CodedMoment | None], parts: Container[int] = ()
 ) -> list[Codec | None]:
-    """Returns the codec of each leaf of a state.
+    """Returns the codec of each leaf of a state, or None.
 
-    Args:
-      moments: From `coded_moments`.
-      parts: The positions of leaves that are parts of larger ones: these are coded
-        even if they have few values.
-
-    Returns:
-      For each leaf its codec; None for step counts and for moments of fewer than
-      `SMALLEST_CODED` values.
+    `moments` are from `coded_moments`, and `parts` the positions of parts of larger
+    moments, which are coded even if they have few values.
 
     Raises:
       ValueError: If a codec does not fit its moment.
@@ -218,8 +179,13 @@ def _parameters_named(
         by_moment = key in moments and not isinstance(rule, Mapping)
         named_by[key] = None if by_moment else matching_names(key, parameters)
         # A layerwise step updates a tree with some of the parameters.
-        is_whole = bool(parameters) and not current().fetched
-        if not by_moment and not named_by[key] and is_whole:
+        if named_by[key] == set() and parameters and not current().fetched:
+            if key in moments:
+                raise ValueError(
+                    f"codec={{{key!r}: {rule!r}}}: {key!r} is a moment, and its rule is"
+                    " one codec. Rules by moment go under a parameter's path, as in"
+                    f" codec={{{parameters[0]!r}: {{{key!r}: 'dynamic_int8'}}}}."
+                )
             known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(
@@ -256,19 +222,9 @@ def _codec(codec: CodecLike, signed: bool) -> Codec | None:
         return None
     if isinstance(codec, str):
         return named(codec, signed)
-    lacks = [
-        name
-        for name in ("block", "signed", "draws", "stored", "encode", "decode")
-        if not hasattr(codec, name)
-    ]
-    if lacks:
+    if not hasattr(codec, "encode") or isinstance(codec, type):
         raise ValueError(
             f"codec={codec!r} is neither a codec's name nor an object with the methods"
-            f" of paged_optax.codecs.Codec: it has no {', '.join(lacks)}."
-        )
-    if isinstance(codec, type):
-        raise ValueError(
-            f"codec={codec!r} is a class: pass an object of it, such as"
-            f" {codec.__name__}()."
+            " of paged_optax.codecs.Codec."
         )
     return codec

@@ -5,7 +5,6 @@ its moments unchanged. A gate that is False when traced costs nothing. A traced 
 the trip count of the leaf's loop.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,35 +20,6 @@ from paged_optax.backend.memory import DEVICE, on_host
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.transform.context import Gate, current, within
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Gates:
-    """The distinct gates of all gradients.
-
-    One tracer may be the gate of all gradients. If it were passed once for each
-    gradient, `jax.jit` would make distinct tracers of it.
-
-    Attributes:
-      distinct: The gates.
-      number: For each gradient the number of its gate.
-    """
-
-    distinct: list[Gate]
-    number: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, gates: Sequence[Gate]) -> "Gates":
-        """Numbers the distinct gates of all gradients."""
-        distinct = {id(gate): gate for gate in gates}
-        positions = list(distinct)
-        numbers = tuple(positions.index(id(gate)) for gate in gates)
-        return cls(list(distinct.values()), numbers)
-
-    def each(self) -> list[Gate]:
-        """Returns the gate of each gradient."""
-        return [self.distinct[i] for i in self.number]
 
 
 def only_if(gate: Gate) -> AbstractContextManager[None]:

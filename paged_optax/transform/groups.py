@@ -4,7 +4,6 @@ Leaves with equal programs form a group, whose pages `paged_optax.engine.stream`
 in one loop.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,7 +20,7 @@ from paged_optax.backend.types import ArrayOrShape, varying, varying_axes
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
-from paged_optax.engine.shards import UNSHARDED, Shards, constrained
+from paged_optax.engine.shards import Shards, constrained
 from paged_optax.transform.checks import refuse_joined
 from paged_optax.transform.context import current
 from paged_optax.transform.gates import Gate, choose_by
@@ -123,8 +122,8 @@ class LeafStreams:
     @functools.cached_property
     def codecs(self) -> dict[int, Codec]:
         """The codecs of arguments, by the arguments' numbers."""
-        codecs = enumerate(self.layout.codecs, len(self.gates))
-        return {number: codec for number, codec in codecs if codec}
+        leaves = enumerate(self.layout.leaves, len(self.gates))
+        return {number: leaf.codec for number, leaf in leaves if leaf.codec}
 
     def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[_Group]]:
         """Skips or computes leaves on the device, and groups the others."""
@@ -185,7 +184,7 @@ class LeafStreams:
         arrays, overwrites = list(inputs), list[int]()
         codecs = [self.codecs.get(number) for number in leaf.inputs]
         shapes = [
-            layout.avals[number - first].shape if codec else jnp.shape(x)
+            layout.leaves[number - first].aval.shape if codec else jnp.shape(x)
             for number, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
         ]
         for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True):
@@ -214,17 +213,6 @@ class LeafStreams:
         storage = tuple(overwrites), tuple(codecs), tuple(shapes)
         program = LeafProgram(leaf.program, *storage)
         return StreamedLeaf(arrays, program, moments, shards)
-
-    def scope(
-        self, leaf: LeafUpdate, streamed: StreamedLeaf
-    ) -> contextlib.AbstractContextManager[object]:
-        """Returns a scope for the loop of a leaf, named if its sharding is unknown."""
-        if streamed.shards is not None or not leaf.program.elementwise:
-            return contextlib.nullcontext()
-        if leaf.owner is not None and streamed.on_host:
-            path = self.layout.parameter_paths[leaf.owner]
-            self.paged.known.warn_of_unknown(path, self.arguments[leaf.owner])
-        return jax.named_scope(UNSHARDED)
 
     def random_words(
         self, leaf: LeafUpdate
@@ -256,20 +244,17 @@ class LeafStreams:
             values = new if isinstance(new, list) else [new] * len(self.gates)
             moves = [self.moves[owner] for owner in range(len(self.gates))]
             return list(map(choose_by, moves, values, self.counts[position]))
-        if position in self._of_leaves or new is self.arguments[position]:
+        # Results of a leaf's program are chosen already.
+        chosen = any(position in x.outputs for x in self.analysis.leaf_updates)
+        if chosen or new is self.arguments[position]:
             return new
         return self._gated(position, new)
-
-    @functools.cached_property
-    def _of_leaves(self) -> set[int]:
-        """Positions of results that a leaf's program computes."""
-        return {p for leaf in self.analysis.leaf_updates for p in leaf.outputs}
 
     def _gated(self, position: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, in the old value's place."""
         old = self.arguments[position]
         gate = self.moves[self.analysis.owners[position]]
-        shards = self.layout.shards[position - len(self.gates)]
+        shards = self.layout.leaves[position - len(self.gates)].shards
         # XLA would replicate what it can compute anywhere, such as a constant.
         new = constrained(jnp.asarray(choose_by(gate, new, old)), shards)
         return jax.device_put(new, HOST) if on_host(old) and not on_host(new) else new

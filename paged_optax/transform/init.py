@@ -1,14 +1,13 @@
 """The init of a paged transformation."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -34,10 +33,10 @@ from paged_optax.backend.memory import (
     resolve_host_memory_kind,
 )
 from paged_optax.backend.processes import compare, spans_processes
-from paged_optax.backend.text import LARGE_BYTES, keystr, readable_bytes, track
+from paged_optax.backend.text import keystr, readable_bytes
 from paged_optax.backend.types import (
-    KeyPath,
     is_committed,
+    is_explicit,
     is_traced,
     typed_automatic,
     varying_axes,
@@ -50,13 +49,10 @@ from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
-from paged_optax.transform.checks import (
-    refuse_devices,
-    refuse_dtype,
-    refuse_inside_paged,
-)
+from paged_optax.transform.checks import refuse_dtype, refuse_inside_paged
 from paged_optax.transform.context import current, within
 from paged_optax.transform.paged_transformation import PagedTransformation
+from paged_optax.transform.parameter_shardings import MomentShards
 from paged_optax.transform.process_agreement import said_of
 from paged_optax.transform.state_layout import StateLayout, resident
 from paged_optax.transform.trees import (
@@ -106,33 +102,41 @@ def _new_state(
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_dtype(path, leaf)
-    moments_of = paged.known.of_metadata(paths, leaves, metadata)
-    seen = paged.known.of_arrays(paths, leaves, moments_of)
+    seen = paged.known.see(paths, leaves, metadata)
     # Over automatic axes the types of a traced step's arrays have no sharding: `update`
     # needs the ones that `init` sees.
-    state = NewState.of(paged, params, moments_of)
-    state.warn_of_factors()
+    state = NewState.of(paged, params, list(map(_place_of_moments, leaves, seen)))
+    layout = state.layout
     if visit is not None:
         visit(state)
     if not is_traced(leaves):
         if spans_processes(leaves):
             # Before JAX itself waits for the others, where scalars are placed.
-            built = said_of(
-                paged, params, state.layout.shapes, state.layout, state.analysis
-            )
-            compare("init of a paged transformation", built, once=False)
+            said = said_of(paged, params, layout.shapes, layout, state.analysis)
+            compare("init of a paged transformation", said, once=False)
         with without_explicit_axes():
-            new = tied(state.leaves(leaves), leaves)
-        paged.known.remember(paths, leaves, moments_of, seen)
-        return state.layout.build(new)
+            arrays = tied(state.arrays(leaves), leaves)
+    else:
+        parameters = state.divided_parameters(leaves)
+        types = [
+            leaf.types(None if leaf.owner is None else parameters[leaf.owner])
+            for leaf in layout.leaves
+        ]
+        arrays = with_automatic_axes(state.arrays, (leaves,), types)
     if visit is None:
-        paged.known.remember(paths, leaves, moments_of, seen)
-    parameters = state.divided_parameters(leaves)
-    types = [
-        state.layout.types(i, None if owner is None else parameters[owner])
-        for i, owner in enumerate(state.layout.owners)
-    ]
-    return state.layout.build(with_automatic_axes(state.leaves, (leaves,), types))
+        paged.known.remember(paths, leaves, seen)
+    return layout.build(arrays)
+
+
+def _place_of_moments(x: Parameter, seen: MomentShards | None) -> NamedSharding | None:
+    """Returns the sharding of moments that are divided apart from their parameter."""
+    if seen is None or seen.shards is None or not seen.apart:
+        return None
+    typed = jax.typeof(x).sharding
+    # On explicit axes a traced parameter's type has the mesh.
+    on_axes = is_traced(x) and is_explicit(typed)
+    mesh = typed.mesh if on_axes else seen.shards.mesh
+    return NamedSharding(mesh, seen.shards.spec)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,8 +147,8 @@ class NewState:
       paged: The paged transformation.
       params: The parameters.
       layout: The state's layout.
-      moments_of: For each parameter the sharding of its moments by Flax's metadata, or
-        None.
+      places: For each parameter the sharding of its moments, if they are divided apart
+        from it; else None.
       stays: For each leaf whether it is on the device.
       refused: For each leaf that cannot be sliced in host memory the reason, by its
         position.
@@ -155,7 +159,7 @@ class NewState:
     paged: PagedTransformation
     params: optax.Params
     layout: StateLayout
-    moments_of: tuple[NamedSharding | None, ...]
+    places: Sequence[NamedSharding | None]
     stays: list[bool]
     refused: Mapping[int, str]
     analysis: Analysis
@@ -166,55 +170,74 @@ class NewState:
         cls,
         paged: PagedTransformation,
         params: optax.Params,
-        moments_of: tuple[NamedSharding | None, ...],
+        places: Sequence[NamedSharding | None],
     ) -> "NewState":
         """Traces `inner.init`, and chooses the leaves that stay on the device."""
         paths, leaves = paths_of(params)
         shards = [
-            Shards.of(sharding, x.shape) or known
-            for sharding, x, known in zip(
-                moments_of, leaves, map(paged.known.find, paths, leaves), strict=True
-            )
+            Shards.of(place, x.shape) or paged.known.find(path, x)
+            for place, path, x in zip(places, paths, leaves, strict=True)
         ]
         closed, shapes = trace(paged.inner.init, params)
         refuse_effects(closed)
-        state_paths, avals = paths_of(shapes)
         layout = paged.layout(params, shapes, shards)
-        configuration = paged.configuration
-        budget = configuration.budget(parameters=nbytes(leaves))
         stack_of = dict(current().stacks)
         # Moments of a parameter stay or go as one, and so do moments of a stack.
         owner_of = lambda n: (
             ("stack", stack_of[paths[n]]) if paths[n] in stack_of else n
         )
         owners = [None if n is None else owner_of(n) for n in layout.owners]
-        small = layout.small(configuration.min_paged_size)
-        stays = resident(layout.sizes, owners, budget, small)
+        stays = resident(
+            layout.sizes,
+            owners,
+            paged.budget(parameters=nbytes(leaves)),
+            layout.small(paged.min_paged_size),
+        )
         refused: dict[int, str] = {}
         if not all(stays):
-            kind = resolve_host_memory_kind(configuration.host_memory_kind)
-            if kind == PINNED_HOST:
-                check_backend()
-                refuse_devices(state_paths, stays, layout.shards)
-                refused = {
-                    i: reason
-                    for i, stay in enumerate(stays)
-                    if not stay and (reason := paged.refused(layout, i))
-                }
-                _warn_of_refused(state_paths, refused)
-                stays = [stay or i in refused for i, stay in enumerate(stays)]
-            else:
+            if resolve_host_memory_kind(paged.host_memory_kind) != PINNED_HOST:
                 stays = [True] * len(stays)
-        unowned = [None] * len(leaves), [None] * len(avals)
+            else:
+                check_backend()
+                reasons = {
+                    i: paged.refused(layout, i)
+                    for i, stay in enumerate(stays)
+                    if not stay
+                }
+                refused = {i: reason for i, reason in reasons.items() if reason}
+                stays = [stay or i in refused for i, stay in enumerate(stays)]
+        unowned = [None] * len(leaves), [None] * len(stays)
         analysis, constants = analyse(closed, *unowned, str)
-        return cls(
-            paged, params, layout, moments_of, stays, refused, analysis, constants
-        )
+        new = cls(paged, params, layout, places, stays, refused, analysis, constants)
+        if current().visitor is None:
+            new.warn()
+        return new
 
-    @functools.cached_property
-    def mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh of the first divided parameter, or None."""
-        return next((x.mesh for x in self.layout.parameter_shards if x), None)
+    def warn(self) -> None:
+        """Warns of moments that are not paged, or have other axes than Flax's metadata.
+
+        `plan` lists them itself.
+        """
+        paths, _ = paths_of(self.layout.shapes)
+        if self.refused:
+            (first, reason), *others = self.refused.items()
+            more = f" and {len(others)} other moments" if others else ""
+            warn_user(
+                f"state{keystr(paths[first])}{more} cannot be paged, and are in device"
+                f" memory: {reason}."
+            )
+        ranks = [len(x.shape) for x in jax.tree.leaves(self.params)]
+        for path, leaf in zip(paths, self.layout.leaves, strict=True):
+            if leaf.owner is None or leaf.aval.size < 2:
+                continue
+            place, shape = self.places[leaf.owner], leaf.aval.shape
+            if place is not None and len(shape) < ranks[leaf.owner]:
+                warn_user(
+                    f"state{keystr(path)} of shape {shape} has other axes than its"
+                    f" parameter, whose optimizer_sharding divides by {place.spec}: it"
+                    " is on all devices, whole."
+                )
+                break
 
     def divided_parameters(
         self, parameters: Sequence[Parameter]
@@ -222,44 +245,24 @@ class NewState:
         """Returns parameters, or types with the sharding of their moments."""
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) if place else x
-            for x, place in zip(parameters, self.moments_of, strict=True)
+            for x, place in zip(parameters, self.places, strict=True)
         ]
 
-    def warn_of_factors(self) -> None:
-        """Warns of moments with other axes than their parameter's metadata."""
-        paths, avals = paths_of(self.layout.shapes)
-        for path, x, owner in zip(paths, avals, self.layout.owners, strict=True):
-            place = None if owner is None else self.moments_of[owner]
-            if place is None or x.size < 2 or len(x.shape) >= len(place.spec):
-                continue
-            if current().visitor is None:
-                warn_user(
-                    f"state{keystr(path)} of shape {x.shape} has other axes than its"
-                    f" parameter, whose optimizer_sharding divides by {place.spec}: it"
-                    " is on all devices, whole."
-                )
-            return
-
-    def leaves(self, parameters: Sequence[Parameter]) -> list[StoredOrShape]:
+    def arrays(self, parameters: Sequence[Parameter]) -> list[StoredOrShape]:
         """Computes the state's leaves, as they are stored, each in its memory."""
-        sizes = zip(self.layout.sizes, self.stays, strict=True)
-        moving = sum(size or 0 for size, stay in sizes if not stay)
-        traced = is_traced(parameters)
-        shown = moving >= LARGE_BYTES and not traced
         evaluation = Evaluation(self.analysis, parameters, self.constants)
+        leaves, divided = (
+            self.analysis.leaf_updates,
+            self.divided_parameters(parameters),
+        )
         try:
-            of_leaves = []
-            leaves = self.analysis.leaf_updates
-            for leaf in track(leaves, "moments", len(leaves), shown):
-                new = self._leaf(leaf, evaluation.inputs(leaf))
-                of_leaves.append(jax.block_until_ready(new) if shown else new)
-            divided = self.divided_parameters(parameters)
-            return [
-                self._placed(position, value, divided)
-                for position, value in enumerate(evaluation.results(of_leaves))
-            ]
+            new = [self._leaf(leaf, evaluation.inputs(leaf)) for leaf in leaves]
+            results = enumerate(evaluation.results(new))
+            return [self._placed(i, value, divided) for i, value in results]
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it.
+                sizes = zip(self.layout.sizes, self.stays, strict=True)
+                moving = sum(size or 0 for size, stay in sizes if not stay)
                 error.add_note(
                     f"The moments take {readable_bytes(moving)} of host memory in all;"
                     " plan(tx, params) lists them. codec= stores them in fewer bytes."
@@ -269,23 +272,21 @@ class NewState:
     def _leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
         """Runs the program of one leaf, page by page if it is on the host or coded."""
         (position,) = leaf.outputs
-        codec, divided = self.layout.codecs[position], self.layout.shards[position]
-        stays, dtype = self.stays[position], self.layout.avals[position].dtype
-        if stays and codec is None and divided is None:
+        stored, stays = self.layout.leaves[position], self.stays[position]
+        codec, dtype = stored.codec, stored.aval.dtype
+        if stays and codec is None and stored.shards is None:
             return leaf.program(inputs)
         if current().visitor is not None:
             # Pages take long to trace, and only types matter.
-            stored = self.layout.stored(position)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored.stored)
             return [zeros if stays else jax.device_put(zeros, HOST)]
         # Page by page: 8 bytes a parameter must never exist on the device, not even for
         # a moment.
-        owner = self.layout.owners[position]
-        place = None if owner is None else self.moments_of[owner]
+        place = None if stored.owner is None else self.places[stored.owner]
         if place is not None and not is_traced(inputs):
             divide = lambda x: jax.device_put(x, place)
             inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
-        if divided is None and not is_traced(inputs):
+        if stored.shards is None and not is_traced(inputs):
             # Pages are written into a buffer whose type names no mesh.
             inputs = [typed_automatic(x) for x in inputs]
         formats = [MomentFormat(dtype.itemsize, codec, not stays)]
@@ -293,11 +294,11 @@ class NewState:
             tuple(inputs),
             jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
             program=leaf.program,
-            geometry=self.paged.geometry(leaf, formats, divided),
+            geometry=self.paged.geometry(leaf, formats, stored.shards),
             dtype=dtype,
             codec=codec,
             host=not stays,
-            shards=divided,
+            shards=stored.shards,
             axes=varying_axes(leaf.avals),
         )
         return [new]
@@ -309,24 +310,24 @@ class NewState:
 
         Leaves of no parameter are replicated over the parameters' mesh.
         """
-        layout, owner = self.layout, self.layout.owners[position]
-        shards, host = layout.shards[position], not self.stays[position]
-        like = None if owner is None else parameters[owner]
-        known = is_committed(like) or isinstance(like, jax.ShapeDtypeStruct)
-        if layout.codecs[position] is None:
-            value = jnp.asarray(value, layout.avals[position].dtype)
+        leaf, host = self.layout.leaves[position], not self.stays[position]
+        like = None if leaf.owner is None else parameters[leaf.owner]
+        meshes = [x.mesh for x in self.layout.parameter_shards if x]
+        if leaf.codec is None:
+            value = jnp.asarray(value, leaf.aval.dtype)
             if is_traced(value) and not on_host(value):
                 # XLA would replicate what it can compute anywhere, such as zeros.
-                value = constrained(value, shards)
+                value = constrained(value, leaf.shards)
 
         def placed(x: Array) -> Array:
             sharding = None
+            known = is_committed(like) or isinstance(like, jax.ShapeDtypeStruct)
             if is_traced((x, like)):
                 pass  # its type has its placement
             elif known and like is not None and like.shape == x.shape:
                 sharding = like.sharding
-            elif shards is None and isinstance(self.mesh, Mesh):
-                sharding = NamedSharding(self.mesh, PartitionSpec())
+            elif leaf.shards is None and meshes and isinstance(meshes[0], Mesh):
+                sharding = NamedSharding(meshes[0], PartitionSpec())
             elif is_committed(like) and len(like.sharding.device_set) == 1:
                 # Coded moments have other shapes.
                 sharding = replicated_sharding([like])
@@ -342,18 +343,6 @@ class NewState:
             return x
 
         return jax.tree.map(placed, value)
-
-
-def _warn_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> None:
-    """Warns of moments that stay on the device; `plan` lists them itself."""
-    if not refused or current().visitor is not None:
-        return
-    first, reason = next(iter(refused.items()))
-    others = f" and {len(refused) - 1} other moments" if len(refused) > 1 else ""
-    warn_user(
-        f"state{keystr(paths[first])}{others} cannot be paged, and are in device"
-        f" memory: {reason}."
-    )
 
 
 def tied(state: PyTree, parameters: Sequence[object]) -> PyTree:

@@ -10,9 +10,10 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.memory import PINNED_HOST, resolve_host_memory_kind
+from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import (
     brief,
-    check_bool,
     check_transformation,
     floating_dtype,
 )
@@ -20,10 +21,7 @@ from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.init import init
-from paged_optax.transform.paged_transformation import (
-    Configuration,
-    PagedTransformation,
-)
+from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.precision import counted, in_float32, with_master_weights
 from paged_optax.transform.remainders import with_master_remainders
@@ -149,12 +147,15 @@ def paged(
       optimizers; `paged_optax.engine.stream` describes the streaming.
     """
     check_transformation("inner", inner)
-    configuration = Configuration.of(
-        page_size, device_budget, min_paged_size, host_memory_kind
-    )
+    if host_memory_kind not in ("auto", PINNED_HOST):
+        # This starts JAX's backend, which is only acceptable if it raises.
+        resolve_host_memory_kind(host_memory_kind)
+    if on_moved not in ("warn", "raise"):
+        raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
+    if device_budget is not None and device_budget != "auto":
+        device_budget = parse_bytes("device_budget", device_budget)
     rules = check(codec)
     inner = paged_by_one(optax.with_extra_args_support(inner))
-    check_bool("master_remainders", master_remainders)
     if master_dtype is not None:
         dtype = floating_dtype("master_dtype", master_dtype)
         if master_remainders and dtype != jnp.float32:
@@ -172,12 +173,16 @@ def paged(
     if draws(rules):
         # Outermost: the count is the state's first leaf, and seeds each step's noise.
         inner = counted(inner)
-    if on_moved not in ("warn", "raise"):
-        raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
-    check_bool("per_parameter_steps", per_parameter_steps)
-    known = ParameterShardings(shardings)
     transformation = PagedTransformation(
-        inner, configuration, rules, per_parameter_steps, known, on_moved
+        inner,
+        parse_bytes("page_size", page_size),
+        device_budget,
+        parse_bytes("min_paged_size", min_paged_size),
+        host_memory_kind,
+        rules,
+        per_parameter_steps,
+        ParameterShardings(shardings),
+        on_moved,
     )
     return optax.GradientTransformationExtraArgs(
         functools.partial(init, transformation), Update(transformation).update
@@ -190,16 +195,14 @@ _PAGING = tuple(
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
 
-_EIGHT_BITS = "dynamic_int8"
 
-
-def _alias(
-    name: str,
-    optimizer: Callable[..., optax.GradientTransformation],
-    source: str,
-    codec: str | None = None,
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Builds `paged(optimizer(...))` as one function with one signature."""
+def _alias(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """Builds `paged(optax.X(...))` as one function with one signature."""
+    plain = name.removeprefix("paged_").removesuffix("_8bit").removesuffix("_32bit")
+    codec = "dynamic_int8" if name.endswith("_8bit") else None
+    module = "optax" if hasattr(optax, plain) else "optax.contrib"
+    source = f"{module}.{plain}"
+    optimizer = getattr(optax if module == "optax" else optax.contrib, plain)
     original = inspect.signature(optimizer)
     paging = [
         parameter.replace(default=codec) if parameter.name == "codec" else parameter
@@ -252,32 +255,22 @@ def _alias(
     return build
 
 
-paged_adamw = _alias("paged_adamw", optax.adamw, "optax.adamw")
-paged_adam = _alias("paged_adam", optax.adam, "optax.adam")
-paged_nadamw = _alias("paged_nadamw", optax.nadamw, "optax.nadamw")
-paged_lion = _alias("paged_lion", optax.lion, "optax.lion")
-paged_ademamix = _alias(
-    "paged_ademamix", optax.contrib.ademamix, "optax.contrib.ademamix"
-)
-paged_sgd = _alias("paged_sgd", optax.sgd, "optax.sgd")
-paged_rmsprop = _alias("paged_rmsprop", optax.rmsprop, "optax.rmsprop")
-paged_adagrad = _alias("paged_adagrad", optax.adagrad, "optax.adagrad")
-paged_lamb = _alias("paged_lamb", optax.lamb, "optax.lamb")
-paged_lars = _alias("paged_lars", optax.lars, "optax.lars")
-paged_adafactor = _alias("paged_adafactor", optax.adafactor, "optax.adafactor")
-paged_muon = _alias("paged_muon", optax.contrib.muon, "optax.contrib.muon")
+paged_adamw = _alias("paged_adamw")
+paged_adam = _alias("paged_adam")
+paged_nadamw = _alias("paged_nadamw")
+paged_lion = _alias("paged_lion")
+paged_ademamix = _alias("paged_ademamix")
+paged_sgd = _alias("paged_sgd")
+paged_rmsprop = _alias("paged_rmsprop")
+paged_adagrad = _alias("paged_adagrad")
+paged_lamb = _alias("paged_lamb")
+paged_lars = _alias("paged_lars")
+paged_adafactor = _alias("paged_adafactor")
+paged_muon = _alias("paged_muon")
 
-paged_adamw_32bit = _alias("paged_adamw_32bit", optax.adamw, "optax.adamw")
-paged_lion_32bit = _alias("paged_lion_32bit", optax.lion, "optax.lion")
-paged_ademamix_32bit = _alias(
-    "paged_ademamix_32bit", optax.contrib.ademamix, "optax.contrib.ademamix"
-)
-
-paged_adamw_8bit = _alias("paged_adamw_8bit", optax.adamw, "optax.adamw", _EIGHT_BITS)
-paged_lion_8bit = _alias("paged_lion_8bit", optax.lion, "optax.lion", _EIGHT_BITS)
-paged_ademamix_8bit = _alias(
-    "paged_ademamix_8bit",
-    optax.contrib.ademamix,
-    "optax.contrib.ademamix",
-    _EIGHT_BITS,
-)
+paged_adamw_32bit = _alias("paged_adamw_32bit")
+paged_lion_32bit = _alias("paged_lion_32bit")
+paged_ademamix_32bit = _alias("paged_ademamix_32bit")
+paged_adamw_8bit = _alias("paged_adamw_8bit")
+paged_lion_8bit = _alias("paged_lion_8bit")
+paged_ademamix_8bit = _alias("paged_ademamix_8bit")

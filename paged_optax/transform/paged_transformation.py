@@ -22,17 +22,17 @@ from paged_optax.backend.memory import (
     on_host,
     resolve_host_memory_kind,
 )
-from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
-from paged_optax.backend.types import in_shard_map, shape_dtype
+from paged_optax.backend.text import keystr, readable_bytes
+from paged_optax.backend.types import shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.codecs import Codec
-from paged_optax.engine.pages import DEFAULT_PAGE_SIZE, MomentFormat
+from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import Geometry, cut, uncut
 from paged_optax.transform.checks import refuse_changes, refuse_state_structure
 from paged_optax.transform.codec_rules import Rule, choose, coded_moments
 from paged_optax.transform.context import current
-from paged_optax.transform.moment_parts import arranged_as, held_parts, without_rows
+from paged_optax.transform.moment_parts import held_parts
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.state_layout import OtherLayoutError, StateLayout
 from paged_optax.transform.trees import (
@@ -43,56 +43,41 @@ from paged_optax.transform.trees import (
     paths_of,
 )
 
+_PAIRS = (
+    "XLA:TPU makes two arrays of one of 64-bit or complex values, and pages neither:"
+    " use real parameters of 32 bits or fewer"
+)
 
-@dataclasses.dataclass(frozen=True)
-class Configuration:
-    """Arguments of `paged`, in bytes.
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedTransformation:
+    """A transformation, and the arguments of `paged`.
 
     Attributes:
+      inner: The transformation.
       page_size: Bytes of one page of one moment.
       device_budget: Bytes of moments that may stay on the device; None: all; `"auto"`:
         the free memory of the device.
       min_paged_size: Moments of fewer bytes stay on the device.
       host_memory_kind: `"pinned_host"` or `"auto"`.
+      rules: The rules of codecs; from `codec_rules.check`.
+      per_parameter_steps: True if each parameter counts its own steps.
+      known: The parameters' shardings.
+      on_moved: Action for moments that left the host: `"warn"` or `"raise"`.
     """
 
+    inner: optax.GradientTransformationExtraArgs
     page_size: int
     device_budget: int | Literal["auto"] | None
     min_paged_size: int
     host_memory_kind: str
-
-    @classmethod
-    def of(
-        cls,
-        page_size: int | str,
-        device_budget: int | str | None,
-        min_paged_size: int | str,
-        host_memory_kind: str,
-    ) -> "Configuration":
-        """Parses the arguments of `paged`."""
-        page_bytes = parse_bytes("page_size", page_size)
-        if page_bytes == 0:
-            raise ValueError(
-                f"page_size={page_size!r}: a page needs at least one byte; the default"
-                f" is {DEFAULT_PAGE_SIZE!r}."
-            )
-        if host_memory_kind not in ("auto", PINNED_HOST):
-            # This starts JAX's backend, which is only acceptable if it raises.
-            resolve_host_memory_kind(host_memory_kind)
-        budget: int | Literal["auto"] | None = None
-        if device_budget == "auto":
-            budget = "auto"
-        elif device_budget is not None:
-            budget = parse_bytes("device_budget", device_budget)
-        return cls(
-            page_bytes,
-            budget,
-            parse_bytes("min_paged_size", min_paged_size),
-            host_memory_kind,
-        )
+    rules: Mapping[str, Rule]
+    per_parameter_steps: bool
+    known: ParameterShardings
+    on_moved: str
 
     def budget(self, parameters: int, moments: int = 0) -> int | None:
-        """Returns the device budget in bytes.
+        """Returns the device budget in bytes; None: all moments stay.
 
         `"auto"` takes the free memory of the device, less a reserve for a training
         step: gradients (as many bytes as parameters) and, for activations and pages, a
@@ -102,9 +87,6 @@ class Configuration:
         Args:
           parameters: Bytes of the parameters, which are on the device already.
           moments: Bytes of moments on the device that count as free.
-
-        Returns:
-          Bytes of moments that may stay on the device; None: all.
 
         Raises:
           ValueError: For `"auto"` in one of several processes.
@@ -118,33 +100,6 @@ class Configuration:
             )
         limit, used = device_memory()
         return max(0, limit - used + moments - parameters - limit // 4)
-
-
-_PAIRS = (
-    "XLA:TPU makes two arrays of one of 64-bit or complex values, and pages neither:"
-    " use real parameters of 32 bits or fewer"
-)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PagedTransformation:
-    """A transformation, and its paging.
-
-    Attributes:
-      inner: The transformation.
-      configuration: The arguments of `paged`, in bytes.
-      rules: The rules of codecs; from `codec_rules.check`.
-      per_parameter_steps: True if each parameter counts its own steps.
-      known: The parameters' shardings.
-      on_moved: Action for moments that left the host: `"warn"` or `"raise"`.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    configuration: Configuration
-    rules: Mapping[str, Rule]
-    per_parameter_steps: bool
-    known: ParameterShardings
-    on_moved: str
 
     def in_variables_of(self, tree: PyTree) -> "PagedTransformation":
         """Returns a transformation that calls `inner` with a tree's variables."""
@@ -169,16 +124,12 @@ class PagedTransformation:
         }
         # Coded moments are divided as the parameter is, or as the gradient.
         like = updates if params is None else params
-        divided = jax.tree.leaves(like)
-        moments = [moment_of.get(i, x) for i, x in enumerate(divided)]
-        arrays = zip(moments, divided, gradients, strict=True)
+        pairs = zip(paths, jax.tree.leaves(like), gradients, strict=True)
         shards = [
-            self.known.find(path, *each)
-            for path, each in zip(paths, arrays, strict=True)
+            self.known.find(path, moment_of.get(i, x), x, gradient)
+            for i, (path, x, gradient) in enumerate(pairs)
         ]
         layout = self.layout(like, state, shards, owners)
-        if self.rules and in_shard_map():
-            state = without_rows(layout, state)
         try:
             return layout, layout.take_apart(state)
         except OtherLayoutError:
@@ -205,25 +156,26 @@ class PagedTransformation:
             # state of `inner`. A new function each time: JAX caches traces as long as
             # the function lives.
             init = lambda params: self.inner.init(params)
-            shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
-            owners = None
-        paths, avals = paths_of(shapes)
+            shapes, owners = (
+                jax.eval_shape(init, jax.tree.map(shape_dtype, params)),
+                None,
+            )
         if owners is None:
-            owners = parameter_of(paths, paths_of(params)[0])
-        codecs: list[Codec | None] = [None] * len(avals)
+            owners = parameter_of(paths_of(shapes)[0], paths_of(params)[0])
+        codecs: list[Codec | None] = [None] * len(owners)
         parts = {}
         if self.rules:
             parts = held_parts(shapes, state)
             codecs = choose(coded_moments(self.rules, shapes, params, owners), parts)
-        layout = StateLayout.of(
+        return StateLayout.of(
             shapes,
             codecs,
             params,
             owners,
             shards,
+            parts,
             per_parameter_steps=self.per_parameter_steps,
         )
-        return arranged_as(layout, codecs, parts) if parts else layout
 
     def geometry(
         self,
@@ -233,28 +185,20 @@ class PagedTransformation:
         like_leaves: int = 1,
     ) -> Geometry:
         """Cuts leaves with identical programs into pages."""
-        shape = shards.local(leaf.shape) if shards else leaf.shape
+        shape, context = shards.local(leaf.shape) if shards else leaf.shape, current()
         if not leaf.program.elementwise or not moments:
             # A norm, a factored moment or a matrix product needs the whole leaf.
             return uncut(shape)
-        return cut(
-            shape,
-            tuple(moments),
-            self.configuration.page_size,
-            like_leaves,
-            current().spare_bytes,
-            current().isolate,
-        )
+        spare = context.spare_bytes, context.isolate
+        return cut(shape, tuple(moments), self.page_size, like_leaves, *spare)
 
     def refused(self, layout: StateLayout, position: int) -> str:
         """Returns why a moment cannot be sliced in host memory, or ""."""
-        aval, shards = layout.avals[position], layout.shards[position]
-        shape = shards.local(aval.shape) if shards else aval.shape
-        moment = MomentFormat(aval.dtype.itemsize, layout.codecs[position])
-        if memory.platform() == "tpu" and moment.codec is None and moment.itemsize > 4:
+        leaf, platform = layout.leaves[position], memory.platform()
+        moment = MomentFormat(leaf.aval.dtype.itemsize, leaf.codec)
+        if platform == "tpu" and moment.codec is None and moment.itemsize > 4:
             return _PAIRS
-        geometry = cut(shape, (moment,), self.configuration.page_size)
-        return geometry.on(memory.platform()).refused
+        return cut(leaf.local, (moment,), self.page_size).on(platform).refused
 
     def analyse(
         self,
@@ -303,46 +247,42 @@ class PagedTransformation:
             raise
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)
-        parameters = range(len(jax.tree.leaves(params)))
+        first, parameters = [*range(len(gradients))], jax.tree.leaves(params)
         # The computation shows the owner of a moment: its gradient enters it.
-        unknown = [None] * len(owners)
+        unknown = [None] * len(owners), [None] * len(arrays)
         return analyse(
             closed,
-            [*range(len(gradients)), *unknown, *parameters, *[None] * len(arrays)],
-            [*range(len(gradients)), *owners],
+            [*first, *unknown[0], *range(len(parameters)), *unknown[1]],
+            [*first, *owners],
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )
 
     def moved(self, layout: StateLayout, leaves: Sequence[StoredOrShape]) -> str:
         """Returns the warning text for moments beyond `device_budget`, or ""."""
-        budget = self.configuration.device_budget
-        if not isinstance(budget, int):
+        if not isinstance(self.device_budget, int):
             return ""
-        kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
-        if kind != PINNED_HOST:
+        if resolve_host_memory_kind(self.host_memory_kind) != PINNED_HOST:
             return ""  # this backend has no pinned host memory
-        small = layout.small(self.configuration.min_paged_size)
-        every = zip(leaves, layout.sizes, small, strict=True)
-        moved = [
-            (position, size)
-            for position, (x, size, stays) in enumerate(every)
+        small = layout.small(self.min_paged_size)
+        moved = {
+            position: size
+            for position, (x, size) in enumerate(zip(leaves, layout.sizes, strict=True))
             if size is not None
-            and not stays
+            and not small[position]
             and not on_host(x)
             and not self.refused(layout, position)
-        ]
-        total = sum([size for _, size in moved])
-        if total <= budget:
+        }
+        if sum(moved.values()) <= self.device_budget:
             return ""
-        paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
+        paths, _ = paths_of(layout.shapes)
         return (
-            f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
-            f" state{keystr(paths[moved[0][0]])} first, and device_budget="
-            f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
-            " restore or out_shardings without a memory kind moved them; or they were"
-            " small, and now count as large together with others of their shape. If"
-            " they are to stay, pass device_budget=None; if not, put"
+            f"{len(moved)} moments of {readable_bytes(sum(moved.values()))} are in"
+            f" device memory, state{keystr(paths[min(moved)])} first, and"
+            f" device_budget={readable_bytes(self.device_budget)} leaves them no room:"
+            " a jax.device_put, a restore or out_shardings without a memory kind moved"
+            " them; or they were small, and now count as large together with others of"
+            " their shape. If they are to stay, pass device_budget=None; if not, put"
         )
 
     def warn_of_mistyped(self, state: PyTree) -> None:

@@ -1,7 +1,19 @@
-"""Shardings of the parameters, from all sources."""
+"""Shardings of the parameters and of their moments.
+
+The first source wins:
+
+1. The type of an array on a mesh of explicit axes.
+2. The argument `shardings`.
+3. A concrete array: of the update, or of an earlier `init` or `abstract_state` for a
+   parameter of this path and shape on a mesh of these axes, in any sizes.
+4. An argument of `jit_step`, or Flax's metadata of a traced parameter.
+
+In a `jit` over automatic axes the type of an array has its mesh, but no sharding. If
+Flax's metadata divides moments apart from their parameter, it comes first.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -31,71 +43,22 @@ def axes_of(mesh: Mesh | AbstractMesh | None) -> Axes:
     return () if mesh is None else tuple(mesh.shape.items())
 
 
-class Divisions:
-    """The most recent sharding of parameters on each mesh.
+@dataclasses.dataclass(frozen=True)
+class MomentShards:
+    """Division of a parameter's moments, as `init` sees it.
 
-    Over automatic axes the type of a traced array has the axes and sizes of its mesh,
-    but no sharding. A sharding seen on a mesh applies to meshes of the same axes and
-    sizes, on any devices: no state returns to a mesh that it has left.
+    Attributes:
+      shards: The division; None: undivided.
+      apart: True if it is Flax's metadata, and not the parameter's own division.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[PathAndShape, dict[Axes, Shards | None]] = {}
+    shards: Shards | None
+    apart: bool = False
 
-    def keep(self, key: PathAndShape, shards: Shards | None) -> None:
-        """Replaces the sharding of a parameter on a mesh."""
-        seen = self._seen.setdefault(key, {})
-        before = seen.pop(axes_of(shards and shards.mesh), None)
-        # A mesh with devices has more information than an abstract one.
-        if before and shards and before.axes == shards.axes:
-            shards = shards if isinstance(shards.mesh, Mesh) else before
-        seen[axes_of(shards and shards.mesh)] = shards
-
-    def recall(self, key: PathAndShape, mesh: Mesh | AbstractMesh) -> Shards | None:
-        """Returns the sharding on a mesh of these axes, on the mesh it was seen on."""
-        return self._seen.get(key, {}).get(axes_of(mesh))
-
-    def on(self, key: PathAndShape, mesh: Mesh | AbstractMesh | None) -> Shards | None:
-        """Returns the sharding of a parameter on a mesh.
-
-        Without a mesh, it is the sharding seen last.
-        """
-        around = jax.sharding.get_abstract_mesh()
-        if AxisType.Manual in around.axis_types:
-            return None  # the arrays are parts
-        if mesh is not None:
-            shards = self.recall(key, mesh)
-            if shards is None or {*mesh.axis_types} != {AxisType.Auto}:
-                return shards
-            return dataclasses.replace(shards, mesh=mesh)
-        last = next(reversed(self._seen.get(key, {}).values()), None)
-        if last is None or isinstance(last.mesh, Mesh):
-            return last
-        return last if axes_of(around) == axes_of(last.mesh) else None
-
-    def assumed(
-        self, key: PathAndShape, mesh: Mesh | AbstractMesh | None
-    ) -> Shards | None:
-        """Returns the sharding by a mesh of the same axes in other sizes."""
-        for before in reversed(self._seen.get(key, {}).values()):
-            if mesh and before and {*before.mesh.axis_names} == {*mesh.axis_names}:
-                return Shards.of(NamedSharding(mesh, before.spec), key[1])
-        return None
-
-    def elsewhere(
-        self, key: PathAndShape, mesh: Mesh | AbstractMesh
-    ) -> Mesh | AbstractMesh | None:
-        """Returns another mesh that divided a parameter, if it was not on this one."""
-        seen = self._seen.get(key, {})
-        if axes_of(mesh) in seen:
-            return None
-        divided = (
-            x for x in reversed(seen.values()) if x and max(x.divisions, default=1) > 1
-        )
-        return next((x.mesh for x in divided), None)
-
-    def __contains__(self, key: PathAndShape) -> bool:
-        return key in self._seen
+    @property
+    def axes(self) -> Axes:
+        """The axes of the mesh."""
+        return axes_of(self.shards and self.shards.mesh)
 
 
 def refuse_uneven(params: PyTree) -> None:
@@ -106,12 +69,11 @@ def refuse_uneven(params: PyTree) -> None:
     """
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            continue
-        try:
-            sharding.shard_shape(x.shape)
-        except ValueError as error:
-            raise _uneven("params", sharding, path, x.shape) from error
+        if isinstance(sharding, NamedSharding):
+            try:
+                sharding.shard_shape(x.shape)
+            except ValueError as error:
+                raise _uneven("params", sharding, path, x.shape) from error
 
 
 def _uneven(
@@ -124,35 +86,11 @@ def _uneven(
     )
 
 
-def _conflict(
-    what: str, shape: tuple[int, ...], now: Shards | None, before: Shards | None
-) -> ValueError:
-    divided = lambda x: (
-        f"divided by {x.spec} over the mesh {dict(x.mesh.shape)}" if x else "undivided"
-    )
-    return ValueError(
-        f"{what} of shape {shape} is {divided(now)}, and was {divided(before)} at an"
-        " earlier init of this transformation: in a jax.jit one could not be told from"
-        " the other. Build one transformation for each, or say which it is, by"
-        " paged(..., shardings=...)."
-    )
-
-
 class ParameterShardings:
     """Shardings of a paged transformation's parameters.
 
-    The first source wins:
-
-    1. Flax's metadata of moments, if these are not divided as their parameters.
-    2. The type of an array on a mesh of explicit axes.
-    3. The argument `shardings`.
-    4. The sharding of a concrete array: of the update, or of an earlier `init` or
-       `abstract_state` for a parameter of this path and shape on a mesh of these axes.
-    5. The sharding of an argument of `jit_step`, or Flax's metadata of a traced
-       parameter.
-    6. A concrete array seen on a mesh of these axes in other sizes.
-
-    In a `jit` over automatic axes the type of an array has its mesh, but no sharding.
+    A sharding seen on a mesh applies to meshes of the same axes and sizes, on any
+    devices: no state returns to a mesh that it has left.
 
     Args:
       shardings: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
@@ -163,148 +101,86 @@ class ParameterShardings:
         is_leaf = lambda x: isinstance(x, (NamedSharding, PartitionSpec)) or x is None
         flat = jax.tree_util.tree_flatten_with_path(shardings, is_leaf=is_leaf)[0]
         self.argument = {tuple(path): x for path, x in flat if x is not None}
-        for path, x in self.argument.items():
-            if not isinstance(x, (NamedSharding, PartitionSpec)):
-                raise ValueError(
-                    f"shardings{keystr(path)}={x!r} is neither a NamedSharding nor a"
-                    " PartitionSpec."
-                )
-        self.seen = Divisions()
-        self.metadata = Divisions()
+        # On each mesh, the most recent last.
+        self._seen: dict[PathAndShape, dict[Axes, MomentShards]] = {}
         self._warned: set[Axes] = set()
 
-    def of_arrays(
+    def see(
         self,
         paths: Sequence[KeyPath],
-        leaves: Sequence[Parameter],
-        moments_of: Sequence[NamedSharding | None],
-    ) -> dict[PathAndShape, Shards | None]:
-        """Returns the shardings of concrete parameters, for `init` to remember.
-
-        Includes traced parameters with known shardings, and the types of parameters in
-        `abstract_state`: a state is restored for them, and they replace earlier ones.
-
-        Raises:
-          ValueError: If a parameter of `init` had another sharding before, on a mesh of
-            the same axes.
-        """
-        seen: dict[PathAndShape, Shards | None] = {}
-        visitor = current().visitor
-        mesh = visitor and visitor.mesh
-        for path, x, moments in zip(paths, leaves, moments_of, strict=True):
-            if self.argument or moments is not None:
-                continue  # these win
-            if not is_traced(x):
-                sharding = x.sharding
-            elif mesh is not None:
-                sharding = NamedSharding(mesh, jax.typeof(x).sharding.spec)
-            elif (sharding := current().shardings.get(id(x))) is None:
-                continue  # a tracer has no sharding
-            key = keystr(path), x.shape
-            shards = Shards.of(sharding, x.shape)
-            if is_traced(x) and shards is None and key not in self.seen:
-                continue
-            seen[key] = shards
-            before = self.seen.recall(key, shards.mesh) if shards else None
-            if _typed(shards) or _typed(before):
-                continue  # types have the shardings in nearly every update
-            same = before is None or shards is None or shards.axes == before.axes
-            if not same and visitor is None:
-                raise _conflict(f"parameter {key[0]}", x.shape, shards, before)
-        return seen
-
-    def warn_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
-        """Warns, once, of a divided parameter whose sharding an update cannot read."""
-        mesh, key = jax.typeof(x).sharding.mesh, (keystr(path), x.shape)
-        if mesh.size == 1 or mesh.empty or AxisType.Manual in mesh.axis_types:
-            return
-        if (other := self.seen.elsewhere(key, mesh)) is not None:
-            if axes_of(mesh) not in self._warned:
-                self._warned.add(axes_of(mesh))
-                warn_user(
-                    f"nothing in this jax.jit says how {key[0]} of shape {x.shape} is"
-                    f" divided over the mesh {dict(mesh.shape)}, so that XLA gathers"
-                    " its moments from all devices. It was divided over the mesh"
-                    f" {dict(other.shape)} when tx last saw it: move the state by"
-                    " paged_optax.place_state(tx, state, params), before the step is"
-                    " traced."
-                )
-            return
-        if (key, axes_of(mesh)) not in _divided:
-            return
-        _divided.clear()
-        warn_user(
-            f"shardings=None, and nothing else in this jax.jit says how {keystr(path)}"
-            f" of shape {x.shape} is divided over the mesh {dict(mesh.shape)}, so that"
-            " XLA gathers its moments from all devices. A transformation forgets what"
-            " its init saw if each call makes it anew, as optax.inject_hyperparams"
-            " around paged(...) does. Compile the step by jit_step, whose arguments"
-            " tell, if no jax.sharding.auto_axes hides it; put inject_hyperparams"
-            " inside paged(...); or pass paged(..., shardings=...)."
-        )
-
-    def of_metadata(
-        self,
-        paths: Sequence[KeyPath],
-        leaves: Sequence[Parameter],
+        parameters: Sequence[Parameter],
         metadata: Sequence[NamedSharding | None],
-    ) -> tuple[NamedSharding | None, ...]:
-        """Returns the shardings of moments by Flax's metadata; None: as parameters.
+    ) -> list[MomentShards | None]:
+        """Returns the division of each parameter's moments, for `init` to remember.
+
+        None for a traced parameter of unknown sharding. The types of parameters in
+        `abstract_state` replace what was seen before: a state is restored for them.
 
         Raises:
-          ValueError: If such a sharding does not fit its parameter, or an earlier
-            `init` had another one.
+          ValueError: If Flax's metadata does not fit its parameter, or a parameter had
+            another sharding before, on a mesh of the same axes.
         """
-        shardings = []
-        for path, x, sharding in zip(paths, leaves, metadata, strict=True):
-            key, mesh = (keystr(path), x.shape), _mesh_of([x])
-            if sharding is not None:
-                mesh = sharding.mesh
-            before = self.metadata.on(key, mesh)
-            if sharding is None or sharding.mesh.size == 1:
-                sharding = None
-                # A tracer has no sharding; an array's moments are divided as it is.
-                before = before or (
-                    self.metadata.assumed(key, mesh) if is_traced(x) else None
-                )
-                shards = before if is_traced(x) else Shards.of_array(x)
-            else:
-                fits = len(sharding.spec) <= len(x.shape)
-                shards = Shards.of(sharding, x.shape) if fits else None
-                if shards is None:
-                    raise _uneven("optimizer_sharding", sharding, path, x.shape)
-            same = before is None or (shards is not None and shards.axes == before.axes)
-            if not same and current().visitor is None:
-                what = f"what is kept of parameter {keystr(path)}"
-                raise _conflict(what, x.shape, shards, before)
-            known = sharding or (before and before.sharding)
-            shardings.append(known and _on_axes_of(x, known))
-        return tuple(shardings)
+        return list(map(self._see, paths, parameters, metadata))
+
+    def _see(
+        self, path: KeyPath, x: Parameter, metadata: NamedSharding | None
+    ) -> MomentShards | None:
+        key, visitor = (keystr(path), x.shape), current().visitor
+        if metadata is not None and metadata.mesh.size > 1:
+            fits = len(metadata.spec) <= len(x.shape)
+            new = MomentShards(Shards.of(metadata, x.shape) if fits else None, True)
+            if new.shards is None:
+                raise _uneven("optimizer_sharding", metadata, path, x.shape)
+        elif (
+            before := self._recall(key, _mesh_of([x]), is_traced(x))
+        ) and before.apart:
+            return before  # `update` passes parameters without their variables
+        else:
+            sharding = getattr(x, "sharding", None)
+            if is_traced(x):
+                sharding = current().shardings.get(id(x))
+                if visitor and visitor.mesh is not None:
+                    spec = jax.typeof(x).sharding.spec
+                    sharding = NamedSharding(visitor.mesh, spec)
+            new = MomentShards(Shards.of(sharding, x.shape))
+            known = new.shards is not None or key in self._seen
+            if self.argument or sharding is None or (is_traced(x) and not known):
+                return None
+        before = self._seen.get(key, {}).get(new.axes)
+        if visitor is None and before and new.shards and before.shards:
+            # Explicit types have the shardings in nearly every update.
+            compared = new.apart or not (_typed(new.shards) or _typed(before.shards))
+            if compared and new.shards.axes != before.shards.axes:
+                raise _conflict(key, new.shards, before.shards)
+        return new
 
     def remember(
         self,
         paths: Sequence[KeyPath],
-        leaves: Sequence[Parameter],
-        moments_of: Sequence[NamedSharding | None],
-        seen: Mapping[PathAndShape, Shards | None],
+        parameters: Sequence[Parameter],
+        seen: Sequence[MomentShards | None],
     ) -> None:
-        """Remembers the results of `of_metadata` and `of_arrays`."""
-        for key, shards in seen.items():
-            self.seen.keep(key, shards)
-            if shards is not None:
-                one = key, axes_of(shards.mesh)
-                _divided.discard(one)
-                if max(shards.divisions, default=1) > 1:
-                    _divided.add(one)
+        """Remembers the results of `see`."""
         visitor = current().visitor
-        for path, x, sharding in zip(paths, leaves, moments_of, strict=True):
-            if sharding is not None and visitor and visitor.mesh is not None:
-                sharding = NamedSharding(visitor.mesh, sharding.spec)
-            if (shards := Shards.of(sharding, x.shape)) is None:
+        for path, x, new in zip(paths, parameters, seen, strict=True):
+            if new is None:
                 continue
-            # A visitor may run on a fictitious abstract mesh.
-            if isinstance(shards.mesh, Mesh) or visitor is None:
-                self.metadata.keep((keystr(path), x.shape), shards)
+            key, shards = (keystr(path), x.shape), new.shards
+            if new.apart and shards and visitor:
+                mesh = shards.mesh if visitor.mesh is None else visitor.mesh
+                shards = dataclasses.replace(shards, mesh=mesh)
+                if not isinstance(mesh, Mesh):
+                    continue  # a fictitious mesh
+            axes = axes_of(shards and shards.mesh)
+            by_mesh = self._seen.setdefault(key, {})
+            before = by_mesh.pop(axes, MomentShards(None)).shards
+            if before and shards and before.axes == shards.axes:
+                # A mesh with devices has more information than an abstract one.
+                shards = shards if isinstance(shards.mesh, Mesh) else before
+            by_mesh[axes] = MomentShards(shards, new.apart)
+            _divided.discard((key, axes))
+            if shards and not new.apart and max(shards.divisions, default=1) > 1:
+                _divided.add((key, axes))
 
     def find(self, path: KeyPath, *arrays: ArrayOrShape) -> Shards | None:
         """Returns the shards of a parameter, by arrays of its shape; the first wins.
@@ -312,11 +188,11 @@ class ParameterShardings:
         Raises:
           ValueError: If the argument's sharding does not fit its parameter.
         """
-        shape, mesh = arrays[0].shape, _mesh_of(arrays)
-        key = keystr(path), shape
-        known = self.metadata.on(key, mesh) or self.metadata.assumed(key, mesh)
-        if known is not None:
-            return known
+        shape = arrays[0].shape
+        key, mesh = (keystr(path), shape), _mesh_of(arrays)
+        seen = self._recall(key, mesh, resized=True)
+        if seen and seen.apart and seen.shards:
+            return seen.shards
         for x in arrays:
             sharding = sharding_in_type(x)
             types = axis_types(sharding)
@@ -329,13 +205,42 @@ class ParameterShardings:
         if self.argument:
             return self._of_argument(path, shape)
         concrete = [x for x in arrays if not is_traced(x)]
-        of_arrays = map(Shards.of_array, concrete)
         if concrete:
-            return next((shards for shards in of_arrays if shards is not None), None)
-        arguments = (Shards.of(current().shardings.get(id(x)), shape) for x in arrays)
-        if (seen := self.seen.on(key, mesh)) is not None and not _typed(seen):
-            return seen
-        return next(filter(None, arguments), None) or self.seen.assumed(key, mesh)
+            return next(filter(None, map(Shards.of_array, concrete)), None)
+        arguments = [Shards.of(current().shardings.get(id(x)), shape) for x in arrays]
+        known = [x and x.shards for x in (self._recall(key, mesh), seen)]
+        exact, resized = [None if x and _typed(x) else x for x in known]
+        return next(filter(None, (exact, *arguments, resized)), None)
+
+    def _recall(
+        self,
+        key: PathAndShape,
+        mesh: Mesh | AbstractMesh | None,
+        resized: bool = False,
+    ) -> MomentShards | None:
+        """Returns the division seen on a mesh; the most recent one without a mesh.
+
+        `resized`: if there is none, the division on a mesh of these axes in other
+        sizes.
+        """
+        around = jax.sharding.get_abstract_mesh()
+        by_mesh = self._seen.get(key, {})
+        if AxisType.Manual in around.axis_types:
+            return None  # the arrays are parts
+        if mesh is None:
+            last = next(reversed(by_mesh.values()), None)
+            known = last and (not last.shards or isinstance(last.shards.mesh, Mesh))
+            return last if known or (last and last.axes == axes_of(around)) else None
+        if (seen := by_mesh.get(axes_of(mesh))) is not None:
+            if seen.shards is None or {*mesh.axis_types} != {AxisType.Auto}:
+                return seen
+            shards = dataclasses.replace(seen.shards, mesh=mesh)
+            return dataclasses.replace(seen, shards=shards)
+        for seen in reversed(by_mesh.values()) if resized else ():
+            if seen.shards and {*seen.shards.mesh.axis_names} == {*mesh.axis_names}:
+                shards = Shards.of(NamedSharding(mesh, seen.shards.spec), key[1])
+                return dataclasses.replace(seen, shards=shards)
+        return None
 
     def _of_argument(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
@@ -360,10 +265,57 @@ class ParameterShardings:
             raise _uneven("shardings", asked, path, shape)
         return shards
 
+    def warn_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
+        """Warns, once, of a divided parameter whose sharding an update cannot read."""
+        mesh, key = jax.typeof(x).sharding.mesh, (keystr(path), x.shape)
+        if mesh.size == 1 or mesh.empty or AxisType.Manual in mesh.axis_types:
+            return
+        axes, by_mesh = axes_of(mesh), self._seen.get(key, {})
+        elsewhere = [
+            x.shards.mesh
+            for x in by_mesh.values()
+            if x.shards and max(x.shards.divisions, default=1) > 1
+        ]
+        unknown = (
+            f"in this jax.jit says how {key[0]} of shape {x.shape} is divided over the"
+            f" mesh {dict(mesh.shape)}, so that XLA gathers its moments from all"
+            " devices."
+        )
+        if axes not in by_mesh and elsewhere:
+            if axes not in self._warned:
+                self._warned.add(axes)
+                warn_user(
+                    f"nothing {unknown} It was divided over the mesh"
+                    f" {dict(elsewhere[-1].shape)} when tx last saw it: move the state"
+                    " by paged_optax.place_state(tx, state, params), before the step is"
+                    " traced."
+                )
+        elif (key, axes) in _divided:
+            _divided.clear()
+            warn_user(
+                f"shardings=None, and nothing else {unknown} A transformation forgets"
+                " what its init saw if each call makes it anew, as"
+                " optax.inject_hyperparams around paged(...) does. Compile the step by"
+                " jit_step, whose arguments tell, if no jax.sharding.auto_axes hides"
+                " it; put inject_hyperparams inside paged(...); or pass"
+                " paged(..., shardings=...)."
+            )
 
-def _typed(shards: Shards | None) -> bool:
+
+def _conflict(key: PathAndShape, new: Shards, before: Shards) -> ValueError:
+    name, shape = key
+    now, then = (f"{x.spec} over the mesh {dict(x.mesh.shape)}" for x in (new, before))
+    return ValueError(
+        f"parameter {name} of shape {shape} is divided by {now}, and was divided by"
+        f" {then} at an earlier init of this transformation: in a jax.jit one could not"
+        " be told from the other. Build one transformation for each, or say which it"
+        " is, by paged(..., shardings=...)."
+    )
+
+
+def _typed(shards: Shards) -> bool:
     """Returns whether the types of such arrays have their shardings."""
-    return shards is not None and set(shards.mesh.axis_types) == {AxisType.Explicit}
+    return set(shards.mesh.axis_types) == {AxisType.Explicit}
 
 
 def _mesh_of(arrays: Sequence[ArrayOrShape]) -> Mesh | AbstractMesh | None:
@@ -373,10 +325,3 @@ def _mesh_of(arrays: Sequence[ArrayOrShape]) -> Mesh | AbstractMesh | None:
             if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names:
                 return sharding.mesh
     return None
-
-
-def _on_axes_of(x: Parameter, sharding: NamedSharding) -> NamedSharding:
-    """Returns the sharding on the explicit axes of a traced parameter's type."""
-    mesh = jax.typeof(x).sharding.mesh if is_traced(x) else sharding.mesh
-    explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
-    return NamedSharding(mesh, sharding.spec) if explicit else sharding

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,7 @@ from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.groups import divided_as, loop_key
 from paged_optax.transform.init import NewState
-from paged_optax.transform.paged_transformation import (
-    Configuration,
-    PagedTransformation,
-)
-from paged_optax.transform.state_layout import StateLayout
+from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.trees import arrays_and_rest, paths_of
 
 
@@ -87,7 +84,7 @@ Describe = Callable[[Mapping[str, PyTree]], list[Moment]]
 
 def recorded(
     tx: Transformation, params: optax.Params
-) -> list[tuple[Configuration, Describe]]:
+) -> list[tuple[PagedTransformation, Describe]]:
     """Returns every paged transformation inside `tx`: chained, masked, injected.
 
     Args:
@@ -95,17 +92,17 @@ def recorded(
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
-      The configuration of each, and a function that describes its moments.
+      Each, and a function that describes its moments.
 
     Raises:
       ValueError: If nothing in `tx` is paged.
     """
-    calls: list[tuple[Configuration, Describe]] = []
+    calls: list[tuple[PagedTransformation, Describe]] = []
 
     def record(state: NewState) -> None:
         shapes = jax.tree.map(shape_dtype, state.params)
         describe = functools.partial(planned_moments, state, shapes)
-        calls.append((state.paged.configuration, describe))
+        calls.append((state.paged, describe))
 
     # A new function each time: JAX caches traces, context and all, as long as the
     # function lives.
@@ -167,29 +164,41 @@ def planned_moments(
     extras = arrays_and_rest({"extra_args": extra})
     analysis, _ = paged.analyse(params, layout.shapes, layout.owners, params, *extras)
     parameters = jax.tree.leaves(params)
-    first = len(parameters)
+    first, leaves = len(parameters), layout.leaves
     state_paths, avals = paths_of(layout.shapes)
-    groups: dict[Hashable, list[_LeafMoments]] = {}
     shape_of = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
+    groups: dict[Hashable, list[_StreamedMoments]] = {}
     for leaf in analysis.leaf_updates:
-        divided = divided_as(leaf, parameters, layout.parameter_shards)
+        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
+        formats = {
+            i: MomentFormat(
+                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
+            )
+            for i in numbers
+            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
+        }
+        shards = divided_as(leaf, parameters, layout.parameter_shards)
         dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
-        each = _LeafMoments.of(leaf, layout, stays, first, divided, dtype)
         shared = [i for i in leaf.inputs if shape_of.get(i) != leaf.shape]
-        singly = paged.per_parameter_steps
-        key = loop_key(analysis, leaf, each.formats, divided, shared, singly=singly)
-        groups.setdefault((key, dtype), []).append(each)
+        key = loop_key(
+            analysis,
+            leaf,
+            [*formats.values()],
+            shards,
+            shared,
+            singly=paged.per_parameter_steps,
+        )
+        streamed = _StreamedMoments(leaf, formats, shards, dtype)
+        groups.setdefault((key, dtype), []).append(streamed)
     geometry, number = _geometry(paged, groups.values(), memory.platform())
     elementwise = analysis.elementwise
     moments = []
-    small = layout.small(paged.configuration.min_paged_size)
+    small = layout.small(paged.min_paged_size)
     coded = coded_moments(paged.rules, layout.shapes, params, layout.owners)
-    every = zip(state_paths, avals, layout.sizes, strict=True)
-    for i, (path, x, size) in enumerate(every):
+    for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
+        x, codec, shape = leaf.aval, leaf.codec, leaf.local
         unstreamed = number + i, uncut(x.shape).gpu, False, 3
         number, pages, both, flying = geometry.get(i, unstreamed)
-        codec, part = layout.codecs[i], layout.shards[i]
-        shape = part.local(x.shape) if part else x.shape
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
         parts = PagedArray.of(stored, pages, codec, on_host=not stays[i]).parts
         preloaded = [part for part in parts if part.preloaded]
@@ -208,7 +217,7 @@ def planned_moments(
                 beside=sum(map(layout_bytes, preloaded)),
                 refused=state.refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
-                small=size is not None and small[i],
+                small=leaf.size is not None and small[i],
                 elementwise=first + i in elementwise,
                 uncoded=codec is None and (y := coded[i]) is not None and y.small,
             )
@@ -216,9 +225,35 @@ def planned_moments(
     return moments
 
 
+class _StreamedMoments(NamedTuple):
+    """A leaf's program, and its streamed moments by their positions in the state."""
+
+    leaf: LeafUpdate
+    formats: dict[int, MomentFormat]
+    shards: Shards | None
+    dtype: np.dtype | None  # of its parameter
+
+    @property
+    def converted(self) -> int | None:
+        """Position of a moment of which XLA keeps one more page, for conversions.
+
+        It does for remainders, which join the bits of the parameter, and for moments of
+        fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has
+        the size of the widest, in which nothing else fits.
+        """
+        hosted = {i: x.itemsize for i, x in self.formats.items() if x.on_host}
+        coded = any(x.codec for x in self.formats.values())
+        if len({*hosted.values()}) < 2 or self.dtype is None or coded:
+            return None
+        remainders = any(x.dtype == jnp.int16 for x in self.leaf.avals)
+        if not remainders and self.dtype.itemsize <= min(hosted.values()):
+            return None
+        return max(hosted, key=lambda i: (hosted[i], i))
+
+
 def _geometry(
     paged: PagedTransformation,
-    groups: Iterable[Sequence["_LeafMoments"]],
+    groups: Iterable[Sequence[_StreamedMoments]],
     platform: str,
 ) -> tuple[dict[int, tuple[int, Pages, bool, int]], int]:
     """Returns the pages of moments, by their positions among the state's leaves.
@@ -231,83 +266,23 @@ def _geometry(
     geometry: dict[int, tuple[int, Pages, bool, int]] = {}
     number = 0
     for group in groups:
-        one = group[0]
-        cut = paged.geometry(one.leaf, one.formats, one.divided, len(group))
-        pages = cut.on(platform)
+        leaf, formats, shards, _ = group[0]
+        cut = paged.geometry(leaf, [*formats.values()], shards, len(group))
+        pages, hosted = cut.on(platform), sum(x.on_host for x in formats.values())
         for part in sharing(pages, len(group)):
-            travelling = sum(x.on_host for each in group[part] for x in each.formats)
-            both = pages.both_ways(travelling)
+            both = pages.both_ways(hosted * len(group[part]))
             # On a GPU the kernel of a single moment may keep a further page. With
             # several moments XLA:GPU never did (jax 0.10.2).
-            single = sum(x.on_host for x in one.formats) == 1 and platform != "tpu"
+            single = hosted == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
             for each in group[part]:
-                planned = (number, pages, both, flying)
-                geometry.update((i, planned) for i in each.numbers)
-                if pages.leaf_count == 1 < pages.count and each.converts:
-                    geometry[each.widest] = (number, pages, both, flying + 1)
+                planned = number, pages, both, flying
+                geometry.update(dict.fromkeys(each.formats, planned))
+                widest = each.converted
+                if pages.leaf_count == 1 < pages.count and widest is not None:
+                    geometry[widest] = number, pages, both, flying + 1
             number += 1
     return geometry, number
-
-
-@dataclasses.dataclass(frozen=True)
-class _LeafMoments:
-    """A leaf's program, and its moments.
-
-    Attributes:
-      leaf: The program.
-      numbers: Positions of its streamed moments among the state's leaves.
-      formats: Their formats.
-      divided: Their shards, or None.
-      dtype: Its parameter's dtype; None if it has none.
-    """
-
-    leaf: LeafUpdate
-    numbers: tuple[int, ...]
-    formats: tuple[MomentFormat, ...]
-    divided: Shards | None
-    dtype: np.dtype | None
-
-    @classmethod
-    def of(
-        cls,
-        leaf: LeafUpdate,
-        layout: StateLayout,
-        stays: Sequence[bool],
-        first: int,
-        divided: Shards | None,
-        dtype: np.dtype | None,
-    ) -> "_LeafMoments":
-        """Collects a leaf's moments; the state's first is the argument `first`."""
-        avals, codecs = layout.avals, layout.codecs
-        numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
-        inside = sorted(i for i in numbers if 0 <= i < len(avals))
-        streamed = tuple(i for i in inside if not stays[i] or codecs[i])
-        formats = [
-            MomentFormat(avals[i].dtype.itemsize, codecs[i], not stays[i])
-            for i in streamed
-        ]
-        return cls(leaf, streamed, tuple(formats), divided, dtype)
-
-    @property
-    def converts(self) -> bool:
-        """True if XLA keeps one more page, for conversions of narrower moments.
-
-        It does for remainders, which join the bits of the parameter, and for moments of
-        fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has
-        a size in which nothing else fits.
-        """
-        sizes = {x.itemsize for x in self.formats if x.on_host}
-        if len(sizes) < 2 or self.dtype is None or any(x.codec for x in self.formats):
-            return False
-        remainders = any(x.dtype == jnp.int16 for x in self.leaf.avals)
-        return remainders or self.dtype.itemsize > min(sizes)
-
-    @property
-    def widest(self) -> int:
-        """The position of its widest moment on the host."""
-        pairs = zip(self.numbers, self.formats, strict=True)
-        return max((x.itemsize, i) for i, x in pairs if x.on_host)[1]
 
 
 def _page_bytes(pages: Pages, moment: ArrayOrShape) -> int:

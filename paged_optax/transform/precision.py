@@ -40,23 +40,14 @@ def in_float32(
     The updates have the gradients' dtype.
     """
 
-    def init(params: optax.Params) -> optax.OptState:
-        return inner.init(wider(params, jnp.float32))
-
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: object,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        changed, state = inner.update(
-            wider(updates, jnp.float32),
-            state,
-            wider(params, jnp.float32),
-            **extra_args,
-        )
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
+        wide = wider(updates, jnp.float32), state, wider(params, jnp.float32)
+        changed, state = inner.update(*wide, **extra_args)
         return optax.tree.cast_like(changed, updates), state
 
+    init = lambda params: inner.init(wider(params, jnp.float32))
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -95,11 +86,8 @@ def with_master_weights(
         return MasterWeightsState(master, inner.init(master))
 
     def update(
-        updates: optax.Updates,
-        state: PyTree,
-        params: optax.Params | None = None,
-        **extra_args: object,
-    ) -> tuple[optax.Updates, MasterWeightsState]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError(
                 "master_dtype needs the parameters: call"
@@ -110,13 +98,8 @@ def with_master_weights(
             wider(updates, dtype), state.inner_state, master, **extra_args
         )
         master = jax.tree.map(lambda m, u: m + u.astype(m.dtype), master, changed)
-        moved = jax.tree.map(
-            lambda p, m: update_towards(widened(p, m.dtype), m, p.dtype).astype(
-                p.dtype
-            ),
-            params,
-            master,
-        )
+        towards = lambda p, m: update_towards(widened(p, m.dtype), m, p.dtype)
+        moved = jax.tree.map(lambda p, m: towards(p, m).astype(p.dtype), params, master)
         return moved, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -210,31 +193,22 @@ def counted(
 ) -> optax.GradientTransformationExtraArgs:
     """Counts updates, so that stochastic rounding draws new bits at each."""
 
-    def init(params: optax.Params) -> CountedState:
-        return CountedState(jnp.zeros((), jnp.int32), inner.init(params))
-
     def update(
-        updates: optax.Updates,
-        state: PyTree,
-        params: optax.Params | None = None,
-        **extra_args: object,
-    ) -> tuple[optax.Updates, CountedState]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
         return updates, CountedState(optax.safe_increment(state.step), inner_state)
 
+    init = lambda params: CountedState(jnp.zeros((), jnp.int32), inner.init(params))
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def wider(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts floating point leaves of fewer bits than `dtype` to it."""
-
-    def cast(x: Array) -> Array:
-        fewer = (
-            jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits if floating(x) else False
-        )
-        return x.astype(dtype) if fewer else x
-
-    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.tree.map(cast, tree)
+    bits = lambda dtype: jnp.finfo(dtype).bits
+    fewer = lambda x: (
+        jnp.issubdtype(x.dtype, jnp.floating) and bits(x.dtype) < bits(dtype)
+    )
+    return jax.tree.map(lambda x: x.astype(dtype) if fewer(x) else x, tree)

@@ -2,12 +2,12 @@
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import Analysis, Constant, Program
+from paged_optax.analysis.program import Analysis, Constant
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import ArrayOrShape
@@ -27,22 +27,20 @@ def said_of(
     analysis: Analysis,
 ) -> Said:
     """Returns the facts on which the program of a paged update depends."""
-    configuration, (paths, leaves) = paged.configuration, paths_of(params)
-    settings = {
-        "page_size": configuration.page_size,
-        "device_budget": configuration.device_budget,
-        "min_paged_size": configuration.min_paged_size,
-        "host_memory_kind": configuration.host_memory_kind,
-        "per_parameter_steps": paged.per_parameter_steps,
-    }
-    programs = (
-        analysis.shared.program,
-        *(leaf.program for leaf in analysis.leaf_updates),
-    )
-    # Leaves of one shape have equal programs.
-    distinct = list(dict.fromkeys((*programs, analysis.tail.program)))
+    paths, leaves = paths_of(params)
+    settings = (
+        "page_size device_budget min_paged_size host_memory_kind per_parameter_steps"
+    ).split()
+    of_leaves = (leaf.program for leaf in analysis.leaf_updates)
+    programs = analysis.shared.program, *of_leaves, analysis.tail.program
+    distinct = dict.fromkeys(programs)  # leaves of one shape have equal programs
+    equations = [x for program in distinct for x in program.equations]
+    operands = [x for one in equations for x in one.inputs]
+    operands += [x for program in distinct for x in program.outputs]
+    constants = [str(x.value) for x in operands if isinstance(x, Constant)]
+    names = [x.primitive.name for x in equations]
     return {
-        **{name: {"": str(value)} for name, value in settings.items()},
+        **{name: {"": str(getattr(paged, name))} for name in settings},
         # The text of a codec has the address of its object.
         "codec": {
             repr([key]): re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
@@ -57,24 +55,13 @@ def said_of(
             if each
         },
         "state": {keystr(p): _typed(x) for p, x in zip(*paths_of(state), strict=True)},
-        "constant ": dict.fromkeys(_constants(distinct), "in the transformation"),
-        "what it computes": {"": _operations(distinct)},
+        "constant ": dict.fromkeys(constants, "in the transformation"),
+        "what it computes": {
+            "": f"{len(names)} operations, {zlib.crc32(' '.join(names).encode()):08x}"
+        },
     }
 
 
 def _typed(x: ArrayOrShape) -> str:
     kind = dtype_and_shape(jax.typeof(x))
     return f"{kind} on the host" if on_host(x) else kind
-
-
-def _constants(programs: Sequence[Program]) -> Iterator[str]:
-    for program in programs:
-        for equation in program.equations:
-            for x in (*equation.inputs, *program.outputs):
-                if isinstance(x, Constant):
-                    yield str(x.value)
-
-
-def _operations(programs: Sequence[Program]) -> str:
-    names = [x.primitive.name for program in programs for x in program.equations]
-    return f"{len(names)} operations, {zlib.crc32(' '.join(names).encode()):08x}"

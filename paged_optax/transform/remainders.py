@@ -84,11 +84,8 @@ def with_master_remainders(
         return MasterRemaindersState(jax.tree.map(zeros, params), inner.init(masters))
 
     def update(
-        updates: optax.Updates,
-        state: PyTree,
-        params: optax.Params | None = None,
-        **extra_args: object,
-    ) -> tuple[optax.Updates, MasterRemaindersState]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError(
                 "master_remainders needs the parameters: call"
@@ -102,8 +99,7 @@ def with_master_remainders(
         def difference(p: Array, m: Array, u: Array, r: PyTree) -> Array:
             if not _is_split(r):
                 return u.astype(p.dtype)
-            x = _wide(p)
-            moved = update_towards(x, m + u.astype(m.dtype), p.dtype)
+            moved = update_towards(_wide(p), m + u.astype(m.dtype), p.dtype)
             return moved.astype(p.dtype)
 
         def remainder(p: Array, m: Array, u: Array, r: PyTree, moved: Array) -> PyTree:

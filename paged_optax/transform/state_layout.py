@@ -10,11 +10,10 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
@@ -38,6 +37,11 @@ from paged_optax.codecs import (
     quantized_as,
 )
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.moment_parts import (
+    arranged_like,
+    kinds_of,
+    reshaped_like,
+)
 from paged_optax.transform.trees import Parameter, StoredOrShape, paths_of
 
 
@@ -46,27 +50,105 @@ class OtherLayoutError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """Storage of one leaf of a state.
+
+    Attributes:
+      aval: Its shape and dtype, decoded.
+      owner: The parameter that it belongs to, or None.
+      shards: Its division over a mesh, or None.
+      codec: Its codec, or None.
+    """
+
+    aval: jax.ShapeDtypeStruct
+    owner: int | None
+    shards: Shards | None
+    codec: Codec | None
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of a device's part."""
+        shape = self.aval.shape
+        return self.shards.local(shape) if self.shards else shape
+
+    @functools.cached_property
+    def stored(self) -> StoredOrShape:
+        """Shapes and dtypes of the leaf as it is stored."""
+        if self.codec is None:
+            return self.aval
+        if self.shards is None:
+            return self.codec.stored(self.aval.shape)
+        return self.shards.stored(self.codec, self.aval.shape)
+
+    @property
+    def size(self) -> int | None:
+        """Stored bytes on a device; None if it is no moment."""
+        if not self.aval.shape or not holds_moments(self.aval.dtype):
+            return None
+        parts = math.prod(self.shards.divisions) if self.shards else 1
+        return nbytes(self.stored) // parts if nbytes(self.aval) else None
+
+    def types(self, parameter: Parameter | None) -> StoredOrShape | None:
+        """Returns arrays or types with the leaf's shardings; None: replicated."""
+        if self.codec is None:
+            alike = parameter is not None and parameter.shape == self.aval.shape
+            return parameter if alike else None
+        if self.shards is None:
+            return jax.tree.map(lambda _: None, self.stored)
+        return self.shards.typed(self.codec, self.stored, self.local)
+
+    @property
+    def codes_field(self) -> str:
+        """The name of the field of its codes."""
+        assert self.codec is not None
+        return codes_field(
+            self.codec, self.local, self.shards.divisions if self.shards else ()
+        )
+
+    def read(self, stored: PyTree) -> StoredOrShape:
+        """Returns a coded moment, from any container that a restore made.
+
+        Raises:
+          OtherLayoutError: If it has another codec, or other shards.
+        """
+        if isinstance(self.stored, Quantized) and (names := fields_of(stored)):
+            name = of_one_part(names[0]) if in_shard_map() else names[0]
+            # Before containers named the codec, the field was called `codes`.
+            if name not in (self.codes_field, "codes"):
+                raise OtherLayoutError(
+                    f"the state has a field {names[0]!r}, where codec {self.codec!r}"
+                    f" stores a moment of shape {self.aval.shape} in"
+                    f" {self.codes_field!r}: pass the codec and the parameters that the"
+                    " state was made with, divided as they were, or make the state with"
+                    " this transformation's own init."
+                )
+        if kinds_of(stored) != kinds_of(self.stored):
+            raise OtherLayoutError(
+                f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
+                f" {self.codec!r} stores {self.stored}: pass the codec that the state"
+                " was made with, or make the state with this transformation's own init,"
+                " for parameters divided as these are."
+            )
+        shapes, structure = jax.tree.flatten(self.stored)
+        return structure.unflatten(map(reshaped_like, jax.tree.leaves(stored), shapes))
+
+
+@dataclasses.dataclass(frozen=True)
 class StateLayout:
     """A state's structure, and the storage of its leaves.
 
     Attributes:
       structure: The structure of the transformation's own state.
-      avals: For each leaf its shape and dtype, decoded.
-      codecs: For each leaf its codec, or None.
+      leaves: The storage of each leaf.
       counts: The positions of step counts of which each parameter has its own.
       parameters: The structure of the parameters.
-      owners: For each leaf the parameter that it belongs to, or None.
-      shards: For each leaf its division over a mesh, or None.
-      parameter_shards: For each parameter its division, or None.
+      parameter_shards: For each parameter its division over a mesh, or None.
     """
 
     structure: PyTreeDef
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    codecs: tuple[Codec | None, ...]
+    leaves: tuple[StoredLeaf, ...]
     counts: tuple[int, ...]
     parameters: PyTreeDef
-    owners: tuple[int | None, ...]
-    shards: tuple[Shards | None, ...]
     parameter_shards: tuple[Shards | None, ...]
 
     @classmethod
@@ -77,104 +159,73 @@ class StateLayout:
         params: PyTree,
         owners: Sequence[int | None],
         parameter_shards: Sequence[Shards | None],
+        parts: Mapping[int, StoredOrShape],
         *,
         per_parameter_steps: bool,
     ) -> "StateLayout":
         """Returns the layout of a state, given the transformation's own.
 
-        Args:
-          shapes: The transformation's own state.
-          codecs: For each of its leaves the codec, or None.
-          params: The parameters.
-          owners: For each of its leaves the parameter that it belongs to, or None.
-          parameter_shards: For each parameter its division, or None.
-          per_parameter_steps: True if each parameter has its own step counts.
+        `parts` are encoded parts of larger moments, by the position of the leaf.
         """
         avals, structure = jax.tree.flatten(shapes)
-        parameters = jax.tree.structure(params)
-        counts = [
+        parameters, parameter_structure = jax.tree.flatten(params)
+
+        def leaf(position: int) -> StoredLeaf:
+            owner, x, codec = owners[position], avals[position], codecs[position]
+            shards = None if owner is None else parameter_shards[owner]
+            if owner is None or x.shape != parameters[owner].shape:
+                shards = None  # such as factored moments
+            if codec is not None:
+                # XLA:TPU slices no bytes in host memory: codes share words of 32 bits.
+                # Words and scales are arranged to shard as the moment does.
+                local = shards.local(x.shape) if shards else x.shape
+                codec, base = arranged(codec, local, x.shape), codec
+                if position in parts:
+                    codec = arranged_like(parts[position], base, x.shape) or codec
+            return StoredLeaf(shape_dtype(x), owner, shards, codec)
+
+        leaves = tuple(map(leaf, range(len(avals))))
+        counts = tuple(
             position
             for position, x in enumerate(avals)
             if per_parameter_steps
-            and parameters.num_leaves
-            and x.ndim == 0
+            and parameters
+            and not x.ndim
             and counts_steps(x.dtype)
-        ]
-        leaves = jax.tree.leaves(params)
-        # Moments of other shapes than their parameters, such as factored ones, are
-        # undivided.
-        shards = [
-            None if i is None or x.shape != leaves[i].shape else parameter_shards[i]
-            for i, x in zip(owners, avals, strict=True)
-        ]
-        # XLA:TPU slices no bytes in host memory: codes share words of 32 bits. Words
-        # and scales are arranged to shard as the moment does.
-        codecs = [
-            codec and arranged(codec, part.local(x.shape) if part else x.shape, x.shape)
-            for codec, x, part in zip(codecs, avals, shards, strict=True)
-        ]
-        return cls(
-            structure,
-            tuple(map(shape_dtype, avals)),
-            tuple(codecs),
-            tuple(counts),
-            parameters,
-            tuple(owners),
-            tuple(shards),
-            tuple(parameter_shards),
         )
-
-    def stored(self, position: int) -> StoredOrShape:
-        """Returns the shapes and dtypes of a leaf as it is stored."""
-        codec, aval = self.codecs[position], self.avals[position]
-        if codec is None:
-            return aval
-        shards = self.shards[position]
-        return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
-
-    def types(self, position: int, parameter: Parameter | None) -> StoredOrShape | None:
-        """Returns arrays or types with a stored leaf's shardings; None: replicated."""
-        codec, aval = self.codecs[position], self.avals[position]
-        shards = self.shards[position]
-        if codec is None:
-            alike = parameter is not None and parameter.shape == aval.shape
-            return parameter if alike else None
-        stored = self.stored(position)
-        if shards is None:
-            return jax.tree.map(lambda _: None, stored)
-        return shards.typed(codec, stored, shards.local(aval.shape))
+        shards = tuple(parameter_shards)
+        return cls(structure, leaves, counts, parameter_structure, shards)
 
     @functools.cached_property
     def sizes(self) -> list[int | None]:
         """Stored bytes of each leaf on a device; None if it is no moment."""
-        return [
-            nbytes(self.stored(position)) // (math.prod(part.divisions) if part else 1)
-            if x.ndim and holds_moments(x.dtype) and nbytes(x)
-            else None
-            for position, (x, part) in enumerate(
-                zip(self.avals, self.shards, strict=True)
-            )
-        ]
+        return [leaf.size for leaf in self.leaves]
+
+    @property
+    def owners(self) -> list[int | None]:
+        """For each leaf the parameter that it belongs to, or None."""
+        return [leaf.owner for leaf in self.leaves]
 
     def small(self, min_paged_size: int) -> list[bool]:
         """Returns for each leaf whether it is no moment, or too small to page."""
-        stored = [self.stored(position) for position in range(len(self.avals))]
+        stored = [leaf.stored for leaf in self.leaves]
         return too_small(self.sizes, stored, self.owners, min_paged_size)
 
-    def build(self, leaves: Sequence[StoredOrShape]) -> PyTree:
+    def build(self, arrays: Sequence[StoredOrShape]) -> PyTree:
         """Builds a new state of stored leaves, with copies of each count.
 
         A coded moment gets a container that names its codec.
         """
-        leaves = list(leaves)
-        for position, x in enumerate(leaves):
-            if isinstance(x, Quantized):
-                leaves[position] = quantized_as(self._codes_field(position), *x)
+        arrays = [
+            quantized_as(leaf.codes_field, *x) if isinstance(x, Quantized) else x
+            for leaf, x in zip(self.leaves, arrays, strict=True)
+        ]
         for position in self.counts:
-            count = leaves[position]
-            copies = [_copy(count) for _ in range(self.parameters.num_leaves)]
-            leaves[position] = jax.tree.unflatten(self.parameters, copies)
-        return jax.tree.unflatten(self.structure, leaves)
+            count = arrays[position]
+            copy = lambda _, x=count: x if is_traced(x) else jnp.array(x, copy=True)
+            copies = map(copy, range(self.parameters.num_leaves))
+            arrays[position] = jax.tree.unflatten(self.parameters, copies)
+        return jax.tree.unflatten(self.structure, arrays)
 
     def take_apart(self, state: PyTree) -> list[StoredOrShape]:
         """Returns a state's leaves as they are stored.
@@ -184,65 +235,28 @@ class StateLayout:
         Raises:
           ValueError: If the state is of another layout.
         """
-        leaves = self.structure.flatten_up_to(state)
-        for position, codec in enumerate(self.codecs):
-            if codec is not None:
-                leaves[position] = self._read(leaves[position], position)
+        arrays = self.structure.flatten_up_to(state)
+        arrays = [
+            x if leaf.codec is None else leaf.read(x)
+            for leaf, x in zip(self.leaves, arrays, strict=True)
+        ]
         for position in self.counts:
-            counts = leaves[position]
-            if jax.tree.structure(counts) != self.parameters:
+            counts, structure = jax.tree.flatten(arrays[position])
+            if structure != self.parameters:
                 raise ValueError(
-                    "per_parameter_steps=True, and the state has"
-                    f" {jax.tree.structure(counts)} where one step count for each"
-                    " parameter is called for: make the state with this"
-                    " transformation's own init."
+                    f"per_parameter_steps=True, and the state has {structure} where one"
+                    " step count for each parameter is called for: make the state with"
+                    " this transformation's own init."
                 )
-            leaves[position] = jax.tree.leaves(counts)
-        return leaves
+            arrays[position] = counts
+        return arrays
 
-    def _codes_field(self, position: int) -> str:
-        codec, shape = self.codecs[position], self.avals[position].shape
-        shards = self.shards[position]
-        assert codec is not None
-        if shards is None:
-            return codes_field(codec, shape)
-        return codes_field(codec, shards.local(shape), shards.divisions)
-
-    def _read(self, stored: PyTree, position: int) -> StoredOrShape:
-        """Returns a coded moment, from any container that a restore made.
-
-        Before containers named the codec, the field was called `codes`.
-        """
-        expected = self.stored(position)
-        describe = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-        if isinstance(expected, Quantized) and (names := fields_of(stored)):
-            field, name = self._codes_field(position), names[0]
-            if in_shard_map():
-                name = of_one_part(name)
-            if name not in (field, "codes"):
-                raise OtherLayoutError(
-                    f"the state has a field {names[0]!r}, where codec"
-                    f" {self.codecs[position]!r} stores a moment of shape"
-                    f" {self.avals[position].shape} in {field!r}: pass the codec and"
-                    " the parameters that the state was made with, divided as they"
-                    " were, or make the state with this transformation's own init."
-                )
-        if describe(stored) != describe(expected):
-            raise OtherLayoutError(
-                f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
-                f" {self.codecs[position]!r} stores {expected}: pass the codec that the"
-                " state was made with, or make the state with this transformation's own"
-                " init, for parameters divided as these are."
-            )
-        structure = jax.tree.structure(expected)
-        return jax.tree.unflatten(structure, jax.tree.leaves(stored))
-
-    def seen(self, leaves: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
+    def seen(self, arrays: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
         """Returns the transformation's own state, with shapes for coded leaves."""
-        seen = list(leaves)
-        for position, codec in enumerate(self.codecs):
-            if codec is not None:
-                seen[position] = shape_dtype(self.avals[position], seen[position])
+        seen = [
+            x if leaf.codec is None else shape_dtype(leaf.aval, x)
+            for leaf, x in zip(self.leaves, arrays, strict=True)
+        ]
         for position in self.counts:
             seen[position] = seen[position][0]
         return jax.tree.unflatten(self.structure, seen)
@@ -250,17 +264,14 @@ class StateLayout:
     @property
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the transformation's own state."""
-        return jax.tree.unflatten(self.structure, self.avals)
+        avals = [leaf.aval for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, avals)
 
     @functools.cached_property
     def parameter_paths(self) -> list[KeyPath]:
         """The paths of the parameters."""
         numbers = range(self.parameters.num_leaves)
         return paths_of(jax.tree.unflatten(self.parameters, numbers))[0]
-
-
-def _copy(count: Array) -> Array:
-    return count if is_traced(count) else jnp.array(count, copy=True)
 
 
 # A moment of less than this part of `min_paged_size` counts alone: its transfer remains
@@ -284,13 +295,12 @@ def too_small(
     # moments of their parameters.
     kinds: list[Hashable] = []
     before = collections.Counter[Hashable]()
-    for arrays, owner in zip(stored, owners, strict=True):
-        like = *((x.shape, x.dtype) for x in jax.tree.leaves(arrays)), before[owner]
-        before[owner] += 1
-        kinds.append(like)
     total = collections.Counter[Hashable]()
-    for size, kind in zip(sizes, kinds, strict=True):
+    for size, arrays, owner in zip(sizes, stored, owners, strict=True):
+        kind = *((x.shape, x.dtype) for x in jax.tree.leaves(arrays)), before[owner]
+        before[owner] += 1
         total[kind] += size or 0
+        kinds.append(kind)
     return [
         size is None
         or (size if size * _LEAST_PART < min_paged_size else total[kind])

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -27,24 +26,21 @@ Value = PyTree[ArrayOrShape | ArrayLike]
 Traceable = ArrayLike | jax.ShapeDtypeStruct
 
 
+#: Takes the place of an array in a `Static`.
+_ARRAY = object()
+
+
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A tree without its arrays.
-
-    Attributes:
-      treedef: The structure of the tree.
-      is_array: For each leaf whether it is an array or a number.
-      rest: The other leaves.
-    """
+    """A tree without its arrays, which `_ARRAY` replaces."""
 
     treedef: PyTreeDef
-    is_array: tuple[bool, ...]
-    rest: tuple[object, ...]
+    leaves: tuple[object, ...]
 
     def merge(self, arrays: Sequence[Traceable]) -> PyTree:
         """Returns the tree with these arrays."""
-        array, rest = iter(arrays), iter(self.rest)
-        leaves = [next(array if traced else rest) for traced in self.is_array]
+        array = iter(arrays)
+        leaves = [next(array) if x is _ARRAY else x for x in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
@@ -53,12 +49,9 @@ def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
     leaves, treedef = jax.tree.flatten(tree)
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
     numbers = (int, float, complex)  # a new value must not mean a new compilation
-    is_array = [
-        isinstance(x, (*kinds, *numbers)) and not isinstance(x, bool) for x in leaves
-    ]
-    arrays = list(itertools.compress(leaves, is_array))
-    rest = tuple(itertools.compress(leaves, [not traced for traced in is_array]))
-    return arrays, Static(treedef, tuple(is_array), rest)
+    traced = lambda x: isinstance(x, (*kinds, *numbers)) and not isinstance(x, bool)
+    rest = tuple(_ARRAY if traced(x) else x for x in leaves)
+    return list(filter(traced, leaves)), Static(treedef, rest)
 
 
 def as_arrays(tree: PyTree) -> PyTree[Parameter]:

@@ -5,6 +5,7 @@ streams groups of leaves (`paged_optax.transform.groups`). The results replace t
 gradients and the arrays of the state.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from paged_optax.backend.types import (
     with_automatic_axes,
 )
 from paged_optax.engine.backend_check import check_backend
+from paged_optax.engine.shards import UNSHARDED
 from paged_optax.engine.stream import stream
 from paged_optax.transform.checks import (
     check_arguments,
@@ -38,9 +40,9 @@ from paged_optax.transform.checks import (
     refuse_shared_counts,
 )
 from paged_optax.transform.context import current, without
-from paged_optax.transform.gates import Gates, any_gate, gates_of
+from paged_optax.transform.gates import any_gate, gates_of
 from paged_optax.transform.groups import LeafStreams
-from paged_optax.transform.moment_parts import as_results, with_rows
+from paged_optax.transform.moment_parts import as_results, reshaped_like
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.process_agreement import Said, said_of
 from paged_optax.transform.state_layout import StateLayout
@@ -57,14 +59,7 @@ from paged_optax.transform.trees import (
 class PendingUpdate:
     """Arguments of an update, without Flax's variables, and its state's layout.
 
-    Attributes:
-      paged: The transformation.
-      gradients: The gradients.
-      state: The state.
-      params: The parameters, or None.
-      extra_args: Extra arguments of the inner transformation.
-      layout: The state's layout.
-      leaves: The state's leaves as they are stored.
+    `leaves` are the state's leaves as they are stored.
     """
 
     paged: PagedTransformation
@@ -74,19 +69,6 @@ class PendingUpdate:
     extra_args: Mapping[str, PyTree]
     layout: StateLayout
     leaves: list[StoredOrShape]
-
-    @classmethod
-    def of(
-        cls,
-        paged: PagedTransformation,
-        gradients: PyTree,
-        state: PyTree,
-        params: PyTree | None,
-        extra_args: Mapping[str, PyTree],
-    ) -> "PendingUpdate":
-        """Reads the layout of the state."""
-        layout, leaves = paged.take_apart(gradients, state, params)
-        return cls(paged, gradients, state, params, extra_args, layout, leaves)
 
     def unpaged(self) -> tuple[PyTree, PyTree]:
         """Updates as if nothing were paged, with zeros for coded moments."""
@@ -114,8 +96,7 @@ class PendingUpdate:
         self, extras: Sequence[Traceable], static: Static
     ) -> tuple[Analysis, dict[int, ArrayLike]]:
         """Traces the update; returns its programs, and the arrays they close over."""
-        layout = self.layout
-        seen = layout.seen(self.leaves)
+        layout, seen = self.layout, self.layout.seen(self.leaves)
         analysis, constants = self.paged.analyse(
             self.gradients, seen, layout.owners, self.params, extras, static
         )
@@ -125,6 +106,11 @@ class PendingUpdate:
             refuse_shared_counts(analysis, counts, seen, first)
         return analysis, constants
 
+    @property
+    def buffers(self) -> list[StoredOrShape]:
+        """The gradients, and the state's leaves: the results overwrite them."""
+        return [*jax.tree.leaves(self.gradients), *self.leaves]
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -132,12 +118,14 @@ class Traced:
 
     Attributes:
       analysis: Its programs.
-      gating: Its gates and its restart, without traced values.
+      gating: Its distinct gates and its restart, without traced values.
+      gate_numbers: For each gradient the number of its gate; empty if all are open.
       layout: The state's layout.
     """
 
     analysis: Analysis
     gating: Static
+    gate_numbers: tuple[int, ...]
     layout: StateLayout
 
 
@@ -185,39 +173,47 @@ class Update:
             extra_args = as_pure(extra_args)
         gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
         check_arguments(gradients, moments, params)
-        visit = context.visitor and context.visitor.update
-        if visit is not None:
-            new = visit(PendingUpdate.of(paged, gradients, moments, params, extra_args))
+
+        def pending_update(gradients: PyTree, params: PyTree) -> PendingUpdate:
+            arguments = gradients, moments, params
+            layout, leaves = paged.take_apart(*arguments)
+            return PendingUpdate(paged, *arguments, extra_args, layout, leaves)
+
+        if context.visitor is not None and context.visitor.update is not None:
+            new = context.visitor.update(pending_update(gradients, params))
             return unflatten_like(updates, new[0]), new[1]
         paged.warn_of_mistyped(moments)
         if params is not None:
             refuse_different(gradients, params)
         gates, restart = gates_of(as_pure(active), gradients), context.restart
+        # One tracer may be the gate of all gradients. If it were passed once for each,
+        # `jax.jit` would make distinct tracers of it.
+        distinct = {id(gate): gate for gate in gates or ()}
+        gate_numbers = tuple([*distinct].index(id(gate)) for gate in gates or ())
         # Known gates are part of the program; the others are its arguments.
-        gating = {"gates": gates and Gates.of(gates), "restart": restart}
-        traced_gates, gating = arrays_and_rest(gating)
+        traced_gates, gating = arrays_and_rest((*distinct.values(), restart))
         # A restart decides which moments move, and is traced too: it is among both.
         extra = {"restart": restart, "extra_args": extra_args}
         extras, static = arrays_and_rest(extra)
-        pending = PendingUpdate.of(
-            paged, as_arrays(gradients), moments, as_arrays(params), extra_args
-        )
+        pending = pending_update(as_arrays(gradients), as_arrays(params))
         # Traced at each call, for `inner` may read more than its arguments.
         analysis, constants = pending.trace(extras, static)
+        first = pending.layout.parameters.num_leaves
         # Values that vary in a moment's place may make others vary: repeat.
         while in_shard_map() and (
-            new := as_results(
-                analysis, pending.gradients, pending.leaves, gates or (), restart
-            )
+            new := as_results(analysis, pending.buffers, gates or (), restart)
         ):
-            pending = dataclasses.replace(pending, gradients=new[0], leaves=new[1])
+            pending = dataclasses.replace(
+                pending,
+                gradients=unflatten_like(pending.gradients, new[:first]),
+                leaves=new[first:],
+            )
             analysis, constants = pending.trace(extras, static)
         if spans_processes((gradients, moments, params)):
             # A program that one process alone has would block the devices of all.
             agreement = pending.agreement(analysis)
             compare("update of a paged transformation", agreement)
-        buffers = [*jax.tree.leaves(pending.gradients), *pending.leaves]
-        arguments = buffers, pending.params, extras, traced_gates, constants
+        arguments = pending.buffers, pending.params, extras, traced_gates, constants
         # Outside a `jax.jit` the update is a program of its own, compiled once for all
         # equal `Traced`.
         run = self._jitted
@@ -225,15 +221,17 @@ class Update:
             warn_of_options(pending.leaves)
             run = self._streamed
         try:
-            new = run(*arguments, traced=Traced(analysis, gating, pending.layout))
+            traced = Traced(analysis, gating, gate_numbers, pending.layout)
+            new = run(*arguments, traced=traced)
         except ValueError as error:
             note_elsewhere(error)
             raise
         # A `jax.jit` pairs donated buffers by shape alone, across memories too.
         new = donate_within_memory(new)
-        first = pending.layout.parameters.num_leaves
-        new_state = with_rows(new[first:], moments) if in_shard_map() else new[first:]
-        return unflatten_like(updates, new[:first]), unflatten_like(state, new_state)
+        arrays = map(
+            reshaped_like, jax.tree.leaves(new[first:]), jax.tree.leaves(moments)
+        )
+        return unflatten_like(updates, new[:first]), unflatten_like(state, [*arrays])
 
 
 def stream_update(
@@ -269,10 +267,10 @@ def stream_update(
     if any(map(on_host, arguments)):
         # Some versions of XLA:GPU read wrong pages without an error.
         check_backend()
-    gating = traced.gating.merge(traced_gates)
-    gates = gating["gates"].each() if gating["gates"] else [True] * first
+    *distinct, restart = traced.gating.merge(traced_gates)
+    gates = [distinct[i] for i in traced.gate_numbers] or [True] * first
     # On a restart a moment starts again even if its parameter's update is skipped.
-    moves = [any_gate([gate, gating["restart"]]) for gate in gates]
+    moves = [any_gate([gate, restart]) for gate in gates]
     moves_of = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
     streams = LeafStreams(
         paged, traced.analysis, layout, arguments, counts, gates, moves_of
@@ -288,9 +286,14 @@ def stream_update(
             refuse_derivatives(x.arrays) if one.on_host else tuple(x.arrays)
             for x in members.values()
         ]
+        unknown = one.shards is None and one.program.program.elementwise
+        if unknown and leaf.owner is not None and one.on_host:
+            path, x = layout.parameter_paths[leaf.owner], arguments[leaf.owner]
+            paged.known.warn_of_unknown(path, x)
+        scope = jax.named_scope(UNSHARDED) if unknown else contextlib.nullcontext()
         # The loops are independent of the context, so that leaves of equal programs are
         # traced once.
-        with streams.scope(leaf, one), without():
+        with scope, without():
             new = stream(
                 tuple(leaves),
                 # A gate is the trip count of the loop around the pages.

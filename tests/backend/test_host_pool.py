@@ -98,40 +98,17 @@ def test_chunks_are_multiples_of_256_bytes():
     assert pinned_bytes([257] * 3, 1536) == 1536
 
 
-@pytest.mark.parametrize(
-    ("needed", "without", "gigabytes", "taken"),
-    [
-        (0.3, 0.5, 1, 0.5),
-        (4.6, 8, 5, 5),
-        (12, 16, 13, 13),
-        (42.9, 64, 49, 49),
-        (90, None, 103, 103),
-    ],
-)
-def test_bytes_of_which_nothing_else_is_known(needed, without, gigabytes, taken):
-    """The figures are those of the simulation, of small arrays."""
-    size = int(needed * GIB)
-    small = [128 * MIB] * (size // (128 * MIB)) + [size % (128 * MIB)]
-    found = pinned_bytes(size, 64 * GIB)
-    assert found == simulated(small, 64 * GIB)
-    assert without == (found and pytest.approx(found / GIB, abs=0.01))
-    assert limit_gigabytes(size) == gigabytes
-    found = pinned_bytes(size, gigabytes * GIB)
-    assert found == simulated(small, gigabytes * GIB)
-    assert found / GIB == pytest.approx(taken, abs=0.01)
-
-
 @pytest.mark.parametrize("needed", [4.6, 12, 42.9, 90])
 def test_the_limit_keeps_the_pool_near_what_is_needed(needed):
-    for arrays in (int(needed * GIB), arrays_of(needed, 300 * MIB)):
-        limit = limit_gigabytes(arrays) * GIB
-        assert needed * 33 / 32 * GIB <= limit
-        assert needed * GIB <= pinned_bytes(arrays, limit) <= 1.15 * needed * GIB
+    arrays = arrays_of(needed, 300 * MIB)
+    limit = limit_gigabytes(arrays) * GIB
+    assert needed * 33 / 32 * GIB <= limit
+    assert needed * GIB <= pinned_bytes(arrays, limit) <= 1.15 * needed * GIB
 
 
 def test_the_limit_grows_until_all_arrays_find_room():
     """Two regions of 4 GiB hold one of these arrays each, and a last one two."""
-    assert limit_gigabytes(5 * GIB) == 6  # 5 would leave nothing for transfers
+    assert limit_gigabytes([64 * MIB] * 80) == 6  # 5 would leave nothing for transfers
     arrays = [3 * GIB] * 4
     assert limit_gigabytes(arrays) == 14
     assert simulated(arrays, 14 * GIB) and not simulated(arrays, 13 * GIB)
@@ -139,7 +116,8 @@ def test_the_limit_grows_until_all_arrays_find_room():
 
 def test_the_variable_is_the_limit(monkeypatch):
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
-    assert pinned_bytes(65 * GIB) is None
+    arrays = [64 * MIB] * 16 * 65
+    assert pinned_bytes(arrays) is None
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "66")
-    assert pinned_bytes(65 * GIB) == 66 * GIB
-    assert pinned_bytes(0) == 0
+    assert pinned_bytes(arrays) == 66 * GIB
+    assert pinned_bytes([0]) == 0

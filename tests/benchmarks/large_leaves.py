@@ -14,6 +14,7 @@ import optax
 from jax import Array, lax
 
 import paged_optax as po
+from helpers.machine import shortage
 from paged_optax.backend.pinned_pool import pinned_bytes
 from paged_optax.cli import machine
 
@@ -51,7 +52,7 @@ def _fitting(sizes: tuple[int, ...]) -> tuple[int, str]:
         size = 4 * COLUMNS * rows
         # The gradient and a moment on the device, both moments on the host.
         pool = pinned_bytes((size, size))
-        short = "the pool's limit" if pool is None else machine.shortage(2 * size, pool)
+        short = "the pool's limit" if pool is None else shortage(2 * size, pool)
         if short is None:
             return rows, reason
         reason = short

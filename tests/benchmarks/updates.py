@@ -18,6 +18,7 @@ import optax
 from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
+from helpers.machine import shortage
 from paged_optax.cli import machine
 
 SECTION = "update"
@@ -161,13 +162,13 @@ class Update:
 
     def shortage(self) -> str | None:
         """Why this update cannot run on this machine, or None."""
-        return machine.shortage(self.report.device_total, self.report.host_total)
+        return shortage(self.report.device_total, self.report.host_total)
 
 
 def _arguments_shortage(shapes: Shapes) -> str | None:
     """Why no contestant can run: parameters, gradients and moments do not fit."""
     values = 4 * count(shapes)
-    return machine.shortage(2 * values, 2 * values)
+    return shortage(2 * values, 2 * values)
 
 
 def measure(size: str, seconds: float, rounds: int) -> list[dict[str, Any]]:

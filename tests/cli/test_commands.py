@@ -2,21 +2,18 @@
 
 import contextlib
 import dataclasses
-import math
 import os
 import pathlib
 import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import safetensors.numpy
 
 import paged_optax as po
-from paged_optax.backend import text
 from paged_optax.backend.compiler_options import addressing_options, overlap_options
 from paged_optax.cli import (
     doctor,
@@ -26,7 +23,6 @@ from paged_optax.cli import (
     self_test,
 )
 from paged_optax.engine import backend_check
-from paged_optax.transform import init
 
 ROOT = pathlib.Path(po.__file__).parents[1]
 MODELS = "import jax\ndef make():\n    return {'w': jax.numpy.ones((512, 512))}\n"
@@ -92,8 +88,6 @@ def test_plan_takes_every_alias(name, capsys):
             "Scores in blocks and a head by linear_cross_entropy take",
         ),
         ("--fused-head", "Scores in blocks take"),
-        ("--score-blocks 8", "A head by linear_cross_entropy takes"),
-        ("--score-blocks 8 --fused-head", ""),
     ],
 )
 @pytest.mark.parametrize("memory", ["24GiB", "1GiB"])
@@ -126,15 +120,13 @@ def test_plan_of_a_checkpoint(tmp_path, capsys):
 
 
 def test_what_there_is(capsys):
-    """Without a command it says which there are; their examples run as they stand."""
+    """Without a command it says which there are."""
     assert main([]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     assert max(map(len, captured.out.splitlines())) <= 80
     for command in (plan, doctor):
         assert (command.__doc__ or "").splitlines()[0].split(",")[0] in captured.out
-        assert f"python -m paged_optax {command.EXAMPLE}\n" in captured.out
-    assert main(plan.EXAMPLE.split()) == 0
 
 
 @pytest.mark.parametrize("flags", ["", "--codec dynamic_int8", "--optimizer muon"])
@@ -172,78 +164,22 @@ def test_doctor_on_a_gpu(before, monkeypatch):
 class Tesla:
     """What JAX reports of a T4."""
 
-    device_kind = "Tesla T4"
-    compute_capability = "7.5"
-
+    platform, compute_capability = "gpu", "7.5"
     memory_stats = staticmethod(lambda: {})
-
-    class client:  # noqa: N801
-        platform_version = "CUDA"
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_the_link_is_measured_as_jit_step_compiles(level, monkeypatch):
     """Also under a level whose pipeliner loses addresses of host memory."""
-    given = {}
     monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
-    monkeypatch.setattr(machine.jax, "jit", lambda function, **x: given.update(x))
     before = jax.config.jax_optimization_level
     jax.config.update("jax_optimization_level", level)
     try:
-        machine._jit(machine.whole, "h", "d", {"h": None, "d": None})
         wanted = {**overlap_options(Tesla), **addressing_options(Tesla)}
+        assert machine.compiler_options() == wanted
     finally:
         jax.config.update("jax_optimization_level", before)
-    assert given["compiler_options"] == wanted
     assert "collective-pipeliner-forward" in wanted["xla_disable_hlo_passes"]
-
-
-def on_a_t4(monkeypatch):
-    """This machine, as if it had one; what is slow is left out."""
-    rates = [
-        machine.Rate("host to device, in pages", (6.1,)),
-        machine.Rate("both at once, in pages", (9.9,), 2),
-    ]
-    monkeypatch.setattr(jax, "devices", lambda: [Tesla])
-    monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
-    monkeypatch.setattr(machine, "measure", lambda size, repeats: iter(rates))
-    monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device", "pinned_host"))
-    monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(doctor, "_products", lambda dtype: f"{len(dtype)}.0")
-    monkeypatch.setattr(doctor, "_self_test", lambda: (True, [("all", "", "passed")]))
-
-
-def test_doctor_on_a_t4(monkeypatch, capsys):
-    """What is stated of it stands beside what was measured; and how to train."""
-    on_a_t4(monkeypatch)
-    assert main(["doctor"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    for words in (
-        " x Tesla T4, known as t4 driver ",
-        "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=10 ",
-        "link GB/s stated ",
-        "host to device, in pages 6.1 16 ",
-        "both at once, in pages 9.9 32 ",
-        "products TFLOP/s stated ",
-        " float16 7.0 65 bfloat16 8.0 8.1 ",
-        "know float16 alone: train in float16, clip in float32 (Optax's norm of",
-        "xla_gpu_enable_command_buffer",
-        "xla_disable_hlo_passes",
-    ):
-        assert words in printed
-    assert "export XLA_FLAGS" not in printed
-
-
-@pytest.mark.parametrize(("limit", "told"), [("64", True), ("10", False)])
-def test_doctor_keeps_the_pool_within_the_machine(limit, told, monkeypatch):
-    """As on a Colab machine; what is advised is not told again."""
-    monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
-    note = doctor._pool_advice()
-    line = "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=10"
-    assert note.splitlines()[-1:] == [line] * told
-    assert ("11.6 GiB are free" in " ".join(note.split())) is told
 
 
 @pytest.mark.parametrize("what", ["numbers", "pages", "crash", "no host memory"])
@@ -283,29 +219,6 @@ def test_rates_of_a_link_that_is_there(monkeypatch):
         assert ("pages" in rate.name) == (rate.page_bytes == 16 << 20)
 
 
-def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
-    """The CPU's own rates, which say nothing: plan has them as those of a card."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(machine, "SIZE", 16 << 20)
-    monkeypatch.setattr(machine, "device_memory", lambda: (18 << 30, 0))
-    monkeypatch.setattr(machine.teraflops, "__defaults__", (64, 1))
-    card = machine.measured_card()
-    assert (card.memory, card.gpu) == (24 << 30, True)
-    assert 0 < card.link < math.inf
-    assert 0 < card.both_ways < math.inf
-    assert 0 < card.teraflops < math.inf
-    assert card.bfloat16 is None
-    monkeypatch.setattr(machine, "knows_bfloat16", lambda: False)
-    assert 0 < machine.measured_card().bfloat16 < math.inf
-    monkeypatch.setattr(plan, "measured_card", lambda: card)
-    step = "--batch 1 --length 512".split()
-    assert main(["plan", "--params", "1B", "--card", "measured", *step]) == 0
-    shown = capsys.readouterr().out
-    assert "18.0 GiB, which JAX takes of a GPU of 24.0 GiB" in shown
-    assert "seconds" in shown
-    assert "This machine has" in shown
-
-
 def test_a_link_that_loses_values_is_reported(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
     monkeypatch.setattr(machine, "whole", lambda to, *arrays: arrays[len(to) :])
@@ -314,14 +227,10 @@ def test_a_link_that_loses_values_is_reported(monkeypatch):
 
 
 TERMINAL = """
-import jax.numpy as jnp, paged_optax as po
 from paged_optax.backend.text import print_table, track
-from paged_optax.transform import init
 
 print_table(("name", "bytes"), [("[w]", "3 GiB")])
 print(list(track(range(3), "counting", 3)))
-init.LARGE_BYTES = 0
-po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
 """
 
 
@@ -334,7 +243,7 @@ def shown_by(terminal):
 
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
 def test_on_a_terminal(rich):
-    """Tables, a bar for a loop, and one for the moments of a large state."""
+    """Tables, and a bar for a loop."""
     pty = pytest.importorskip("pty")
     hide = "" if rich else "import sys; sys.modules['rich'] = None\n"
     ours, theirs = pty.openpty()
@@ -349,45 +258,4 @@ def test_on_a_terminal(rich):
     os.close(ours)
     assert child.wait() == 0, text
     assert "[w]" in text and "3 GiB" in text and "[0, 1, 2]" in text
-    assert ("counting" in text and "moments" in text and "100%" in text) == rich
-
-
-def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
-    """Rich would break its words; so would it in a pipe."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    for width, lines in ((10, 3), (40, 5)):
-        monkeypatch.setenv("COLUMNS", str(width))
-        text.print_table(("name", "bytes"), [("parameters", "3 GiB")])
-        assert len(capsys.readouterr().out.splitlines()) == lines
-
-
-def test_no_progress_where_nobody_looks(capfd, monkeypatch):
-    monkeypatch.setattr(init, "LARGE_BYTES", 1)
-    params = {"w": jnp.ones((512, 512))}
-    state = po.paged_adamw(1e-3).init(params)
-    po.from_bitsandbytes(state, po.to_bitsandbytes(state))
-    assert capfd.readouterr() == ("", "")
-
-
-def test_no_progress_while_tracing(monkeypatch):
-    """Under `jit` there is nothing to wait for."""
-    monkeypatch.setattr(init, "LARGE_BYTES", 1)
-    shown = []
-
-    def watched(items, what, total, wanted):
-        shown.append(wanted)
-        return items
-
-    monkeypatch.setattr(init, "track", watched)
-    tx, params = po.paged_adamw(1e-3), {"w": jnp.ones((512, 512))}
-    tx.init(params)
-    jax.eval_shape(tx.init, params)
-    po.plan(tx, params)
-    assert shown == [True, False, False]
-
-
-def test_without_rich_tables_are_plain(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.box", None)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    text.print_table(("name", "bytes"), [("w", "3 GiB")])
-    assert capsys.readouterr().out == "name  bytes\n----  -----\nw     3 GiB\n"
+    assert ("counting" in text and "100%" in text) == rich

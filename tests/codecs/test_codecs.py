@@ -22,7 +22,14 @@ from helpers.coding import (
     sample,
 )
 from helpers.programs import MIB, on_device
-from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3, Quantized, named
+from paged_optax.codecs import (
+    DynamicInt4,
+    DynamicInt8,
+    Float8E4M3,
+    Quantized,
+    arranged,
+    named,
+)
 from paged_optax.codecs.dynamic_int4 import linear_map
 from paged_optax.codecs.dynamic_int8 import _few_digits, dynamic_map
 
@@ -87,9 +94,8 @@ def test_int8_decodes_the_map(signed, platform):
 
 @SIGNED
 def test_int4_decodes_the_map(signed, platform):
-    codes = np.arange(16, dtype=np.uint8)
-    packed = jnp.asarray((codes[::2] << 4) | codes[1::2])
-    stored = Quantized(packed, jnp.array([0.3], jnp.float32))
+    codes = jnp.arange(16, dtype=jnp.uint8)
+    stored = Quantized(codes, jnp.array([0.3], jnp.float32))
     numbers = dynamic_map(True, decades=3) if signed else linear_map()
     decoded = decode(DynamicInt4(signed), stored, (16,))
     np.testing.assert_array_equal(decoded, numbers * np.float32(0.3))
@@ -224,7 +230,8 @@ def test_bytes_a_value():
         "float8_e4m3": 1 + 4 / 256,
     }
     for name, wanted in expected.items():
-        stored = jax.tree.leaves(named(name, signed=True).stored((2**8, 2**8)))
+        codec, shape = named(name, signed=True), (2**8, 2**8)
+        stored = jax.tree.leaves(arranged(codec, shape).stored(shape))
         assert sum(x.size * x.dtype.itemsize for x in stored) / size == wanted
 
 

@@ -91,14 +91,10 @@ SCHEDULER, SLOP = SCHEDULED
         ("--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", SCHEDULED),
         ("--xla_gpu_command_buffer_unroll_loops=true", BOTH),
         (f"--xla_dump_to=/tmp/xla_gpu_enable_command_buffer/{SCHEDULER}", BOTH),
-        ("/no/such/file", BOTH),
     ],
 )
-def test_what_the_user_says_stays(flags, left, needs, monkeypatch, tmp_path):
+def test_what_the_user_says_stays(flags, left, needs, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert overlap_options(gpu_of("8.9")) == left
-    (tmp_path / "flags").write_text(f"--xla_cpu_enable_fast_math=false\n{flags}\n")
-    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
     assert overlap_options(gpu_of("8.9")) == left
 
 

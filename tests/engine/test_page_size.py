@@ -207,14 +207,6 @@ def test_arranged_codes_are_the_codecs_own(shape, codec):
     )
 
 
-def test_codes_of_two_shapes_ask_for_one():
-    """Two values a byte: the last one of an odd row is alone."""
-    codec = named("dynamic_int4", signed=True)
-    stored = arranged(codec, (7, 1001)).encode(jnp.ones((7, 1001)))
-    with pytest.raises(ValueError, match=r"2 shapes \[\(7, 1002\), \(7, 1001\)\]"):
-        unarranged(codec, stored)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(256, 1003), (257, 768), (64, 12, 64), (300, 300)])
 def test_bitsandbytes_round_trip(shape):

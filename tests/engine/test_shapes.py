@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 import sys
-import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import safetensors.numpy
 from flax import linen, nnx
 
 import paged_optax as po
-from paged_optax.planning import checkpoint
 from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.models import DECODERS, module_shapes, of_size
 
@@ -72,9 +70,9 @@ def test_ways_to_write_a_name(written, name):
     assert po.model_shapes(written) == po.model_shapes(name)
 
 
-@pytest.mark.parametrize("name", ["llama9", "llama-38b", "8", "8GB", "", "1M", "9e99"])
+@pytest.mark.parametrize("name", ["llama9", "8", "8GB", "", "1M", "9e99"])
 def test_no_such_model(name):
-    with pytest.raises(ValueError, match="8B.*llama3-8b|fewer|more than|mean 8B"):
+    with pytest.raises(ValueError, match="8B.*llama3-8b|pass 40M to 100T"):
         po.model_shapes(name)
 
 
@@ -117,7 +115,7 @@ def test_nothing_is_allocated():
     "name", ["models_of_mine", "models_of_mine:missing", "no_such_module:make"]
 )
 def test_no_such_module(name):
-    with pytest.raises(ValueError, match=f"'{name}': --module .*package.module:"):
+    with pytest.raises(ValueError, match=f"--module '{name}' failed.*package.module:"):
         module_shapes(name)
 
 
@@ -198,41 +196,41 @@ def test_config_of_hugging_face(name, tmp_path):
     assert checkpoint_shapes(tmp_path) == po.model_shapes(name)
 
 
-def index(folder, file, **metadata):
-    """An index of one tensor, as Hugging Face writes them."""
-    path = folder / "model.safetensors.index.json"
-    return written(path, metadata=metadata, weight_map={"model.norm.weight": file})
-
-
-def test_index_with_its_weights(file):
-    """Other files of the folder are not the model's."""
-    safetensors.numpy.save_file(
-        {"again": np.ones((8, 16), np.float32)},
-        file.with_name("consolidated.safetensors"),
-    )
-    path = index(file.parent, file.name)
-    assert checkpoint_shapes(path) == checkpoint_shapes(file)
-    assert checkpoint_shapes(file.parent) == checkpoint_shapes(file)
-
-
-def test_index_without_its_weights(tmp_path):
-    """Llama-3-8B's own says 16,060,522,496 bytes."""
-    path = index(tmp_path, "model-1.safetensors", total_size=16_060_522_496)
-    with pytest.raises(ValueError, match="put config.json beside it"):
-        checkpoint_shapes(path)
-    written(tmp_path / "config.json", **CONFIGS["llama3-8b"])
-    assert checkpoint_shapes(path) == po.model_shapes("llama3-8b")
-    for size in (8_030_261_248, float("nan"), 10**400, "all"):
-        index(tmp_path, "model-1.safetensors", total_size=size)
-        with pytest.raises(ValueError, match="index.json.*'metadata.total_size'.*conf"):
-            checkpoint_shapes(path)
-
-
 def test_a_header_is_enough(file):
     content = file.read_bytes()
     whole = checkpoint_shapes(file)
     file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
     assert checkpoint_shapes(file) == whole
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"w": [1]}, "field 'w' is .*, not dtype and shape"),
+        ({"w": {"shape": [2]}}, "field 'w' is"),
+        ({"w": {"dtype": "F32"}}, "field 'w' is"),
+        ({"w": {"dtype": "F32", "shape": [-1]}}, "field 'w' is"),
+        ({"w": {"dtype": "F32", "shape": [1.5]}}, "field 'w' is"),
+        ({"w": {"dtype": "I64", "shape": [2]}}, "no floating point arrays"),
+        ([], "no object with fields"),
+        ("{", "no object with fields"),
+    ],
+    ids=str,
+)
+def test_a_header_that_is_not_usable(header, words, tmp_path):
+    text, path = json.dumps(header).encode(), tmp_path / "w.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ValueError, match=f"w.safetensors.*{words}"):
+        checkpoint_shapes(path)
+
+
+def test_files_of_the_model(file):
+    """Others of the folder may hold the same once more."""
+    safetensors.numpy.save_file(
+        {"again": np.ones((8, 16), np.float32)},
+        file.with_name("consolidated.safetensors"),
+    )
+    assert checkpoint_shapes(file.parent) == checkpoint_shapes(file)
 
 
 @pytest.mark.parametrize(
@@ -260,77 +258,13 @@ def test_a_config_that_is_not_usable(field, value, tmp_path):
         checkpoint_shapes(path)
 
 
-def test_a_config_of_too_large_a_model(tmp_path):
-    large = {"hidden_size": 1 << 31, "num_hidden_layers": 1 << 31}
-    path = written(tmp_path / "config.json", **CONFIGS["llama3-8b"] | large)
-    with pytest.raises(ValueError, match="config.json' describes .* parameters"):
-        checkpoint_shapes(path)
-
-
-def headed(path, text, length=None):
-    """A safetensors file of that header, and nothing more."""
-    text = text if isinstance(text, bytes) else json.dumps(text).encode()
-    length = len(text) if length is None else length
-    path.write_bytes(length.to_bytes(8, "little") + text)
-    return path
-
-
-TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    ("header", "words"),
-    [
-        ({"w": [1]}, "field 'w' is"),
-        ({"w": {"shape": [2]}}, "field 'w' is .*, not dtype, shape and"),
-        ({"w": {"dtype": "F32"}}, "field 'w' is .*, not dtype, shape and"),
-        ({"w": TENSOR | {"shape": [-1]}}, "field 'w' is"),
-        ({"w": TENSOR | {"shape": [1.5]}}, "field 'w' is"),
-        ({"w": TENSOR | {"shape": [1 << 40] * 4}}, "field 'w' is"),
-        ({"w": TENSOR | {"shape": [1] * 99}}, "field 'w' is"),
-        ({"w": TENSOR | {"dtype": "F33"}}, "field 'w' is"),
-        ({"w": {"dtype": "I64", "shape": [2]}}, "field 'w' is"),
-        (
-            {"w": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}},
-            "no floating point arrays",
-        ),
-        ([], "no object with fields"),
-        (b"{" * 9, "holds no JSON"),
-        (b"[" * 100_000, "holds no JSON"),
-        (b"\xff\xfe", "holds no JSON"),
-        (b"9" * 5000, "holds no JSON"),
-        (b"", "holds no JSON"),
-    ],
-    ids=lambda x: str(x)[:30],
-)
-def test_a_header_that_is_not_usable(header, words, tmp_path):
-    with pytest.raises(ValueError, match=words) as error:
-        checkpoint_shapes(headed(tmp_path / "w.safetensors", header))
-    assert "w.safetensors" in str(error.value) and len(str(error.value)) < 400
-
-
-def test_no_file_is_read_beyond_its_bounds(tmp_path, monkeypatch):
-    """Sparse files: they claim gigabytes, and have none."""
-    path = headed(tmp_path / "w.safetensors", b"{}", length=1 << 33)
+def test_a_config_is_not_read_beyond_its_bounds(tmp_path):
+    """A sparse file, which claims gigabytes."""
     config = written(tmp_path / "config.json")
-    for large in (path, config):
-        with large.open("r+b") as file:
-            file.truncate(1 << 34)
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="header would have 8589934592 bytes"):
-        checkpoint_shapes(path)
-    with pytest.raises(ValueError, match="more than 16777216 bytes"):
+    with config.open("r+b") as file:
+        file.truncate(1 << 34)
+    with pytest.raises(ValueError, match="more than 4194304 bytes"):
         checkpoint_shapes(config)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 27
-    tracemalloc.stop()
-
-
-def test_only_as_many_tensors_as_models_have(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "MOST_TENSORS", 3)
-    place = lambda i: {"data_offsets": [8 * i, 8 * i + 8]}
-    header = {str(i): {"dtype": "F32", "shape": [2]} | place(i) for i in range(4)}
-    with pytest.raises(ValueError, match="more than 3 tensors"):
-        checkpoint_shapes(headed(tmp_path / "w.safetensors", header))
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["params", "bare"])
@@ -344,11 +278,11 @@ def test_orbax(tmp_path, inside):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="cannot be read: it is no file"):
         checkpoint_shapes(tmp_path / "missing")
     with pytest.raises(ValueError, match="no Orbax checkpoint"):
         checkpoint_shapes(tmp_path)
     path = pathlib.Path(tmp_path / "text.safetensors")
     path.write_text("no header at all, but text")
-    with pytest.raises(ValueError, match="is no safetensors file"):
+    with pytest.raises(ValueError, match="holds no JSON"):
         checkpoint_shapes(path)

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 from helpers import meshes, reference
-from paged_optax.transform import checks
 
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
 #: in pages that divide a shard and in pages that do not.
@@ -372,20 +371,6 @@ def test_rebalance_within_the_budget_of_each_device():
         assert found == list(wanted)
 
 
-def test_a_mesh_without_host_memory(monkeypatch):
-    """The error names the leaf, and its way out is one."""
-    kinds = checks.memory_kinds
-    there = lambda device=None: kinds() if device is None else ("device",)
-    monkeypatch.setattr(checks, "memory_kinds", there)
-    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
-    kernel = jnp.zeros((64, 64), device=NamedSharding(mesh, P("x")))
-    with pytest.raises(ValueError, match=r"\.mu\['kernel'\].*has only device"):
-        po.paged_adamw(1e-3, min_paged_size=0).init({"kernel": kernel})
-    tx = po.paged_adamw(1e-3, min_paged_size=0, device_budget=None)
-    state = tx.init({"kernel": kernel})
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
-
-
 def test_bad_shardings():
     mesh = mesh_of()
     params = {"w": jnp.ones((6, 10)), "b": jnp.ones(3)}
@@ -395,7 +380,6 @@ def test_bad_shardings():
         ({"w": NamedSharding(mesh, P("x")), "b": whole}, r"\['w'\] of shape \(6, 10\)"),
         ({"w": NamedSharding(mesh, P(None, None, "x")), "b": whole}, r"\['w'\]"),
         (P("x"), "no mesh around"),
-        ({"w": "x", "b": whole}, "neither a NamedSharding nor"),
     ]:
         with pytest.raises(ValueError, match=words):
             po.paged_adamw(1e-2, shardings=shardings).init(params)

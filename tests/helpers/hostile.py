@@ -30,7 +30,6 @@ from hypothesis import strategies as st
 import paged_optax as po
 from helpers.hostile_files import (
     CONFIG,
-    INDEX,
     NAMES,
     NUMBERS,
     WEIRD,
@@ -264,8 +263,7 @@ def _read_text(given: tuple[str, Any], folder: pathlib.Path) -> object:
 READERS = {
     "safetensors": Reader(safetensors_cases(), read_safetensors, 0.4),
     "json": Reader(json_cases(), read_json, 0.1),
-    "config": Reader(documents("config.json", CONFIG), read_document, 0.05),
-    "index": Reader(documents("a.index.json", INDEX), read_document, 0.05),
+    "config": Reader(documents("config.json", CONFIG), read_document, 0.1),
     "bitsandbytes": Reader(_bitsandbytes_cases(), _read_bitsandbytes, 0.15),
     "orbax": Reader(st.deferred(_orbax_cases), _read_orbax, 0.05),
     "--module": Reader(_module_cases(), _read_module, 0.1),

@@ -1,6 +1,5 @@
 """JSON and safetensors files, drawn and wrecked, and how each is read."""
 
-import contextlib
 import copy
 import dataclasses
 import json
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import safetensors
+import safetensors.numpy
 from hypothesis import strategies as st
 
 from paged_optax.planning.checkpoint import checkpoint_shapes
@@ -121,7 +120,7 @@ def altered(draw: st.DrawFn, text: bytes) -> bytes:
 def read_json(given: bytes, folder: pathlib.Path) -> object:
     path = folder / "config.json"
     path.write_bytes(given)
-    return Fields.of_file(path)
+    return Fields(path)
 
 
 def json_cases() -> st.SearchStrategy[Case]:
@@ -143,10 +142,6 @@ CONFIG = {
     "vocab_size": 256,
     "torch_dtype": "float32",
 }
-INDEX = {
-    "metadata": {"total_size": 4096},
-    "weight_map": {"a": "1.safetensors", "b": "2.safetensors"},
-}
 
 
 def documents(name: str, right: dict[str, Any]) -> st.SearchStrategy[Case]:
@@ -163,122 +158,22 @@ def read_document(given: tuple[str, bytes], folder: pathlib.Path) -> object:
 
 # -- safetensors ------------------------------------------------------------------
 
-_BITS = {"F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "I64": 64, "F4": 4, "C64": 64}
 
-
-@st.composite
-def headers(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
-    """A right header, and how many bytes follow it."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name in draw(st.lists(NAMES, min_size=1, max_size=4, unique=True)):
-        if name == "__metadata__":
-            header[name] = draw(st.dictionaries(NAMES, NAMES, max_size=2))
-            continue
-        dtype = draw(st.sampled_from([*_BITS]))
-        shape = draw(st.lists(st.integers(0, 4), max_size=3))
-        if dtype == "F4":
-            shape = [*shape, 2]
-        size = int(np.prod(shape)) * _BITS[dtype] // 8
-        place = [end, end + size]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
-        end += size
-    return header, end
-
-
-def laid_out(header: bytes, following: int, claimed: int | None = None) -> bytes:
+def laid_out(header: bytes, following: int) -> bytes:
     """A safetensors file."""
-    length = len(header) if claimed is None else claimed
-    return length.to_bytes(8, "little") + header + bytes(following)
+    return len(header).to_bytes(8, "little") + header + bytes(following)
 
 
-WRONG = {
-    "dtype": st.none() | st.sampled_from([1, "F33", "f32", [], {}]),
-    "shape": st.none()
-    | st.sampled_from(["12", [-5, 3], [1.5], {}, [None], [True], [2**60, 2**60], "F"])
-    | st.lists(st.integers(5, 2**64), min_size=1, max_size=3),
-    "data_offsets": st.none()
-    | st.sampled_from([[], [0], [1, 0], [0, 2**60], [-4, 0], "12", [0.0, 4.0], [0] * 3])
-    | st.tuples(st.integers(10**6, 2**64), st.integers(10**6, 2**64)).map(list),
-}
-
-
-@st.composite
-def safetensors_cases(draw: st.DrawFn) -> Case:
-    header, following = draw(headers())
-    file = ("model.safetensors",)
-    arrays = [name for name in header if name != "__metadata__"]
-    way = draw(st.integers(0, 6))
-    if way == 0 and arrays:  # One field is missing, or is something else.
-        name = draw(st.sampled_from(arrays))
-        field = draw(st.sampled_from([*WRONG]))
-        value = draw(WRONG[field])
-        header = put(header, (name, field), value)
-        if value is None and draw(st.booleans()):
-            del header[name][field]
-        text = json.dumps(header).encode()
-        # Whether sizes fit together is for the reader of the arrays.
-        whole = isinstance(value, list) and all(
-            type(n) is int and n >= 0 for n in value
-        )
-        names = (*file, *([] if whole else [repr(name)[1:-1]]))
-        return Case(laid_out(text, following), names, None if whole else True)
-    if way == 1 and arrays:  # Two overlap, or the arrays end elsewhere.
-        name = draw(st.sampled_from(arrays))
-        first, last = header[name]["data_offsets"]
-        shift = draw(st.sampled_from([-8, -1, 1, 8]))
-        place = [first + shift, last + shift]
-        header = put(header, (name, "data_offsets"), place)
-        text = json.dumps(header).encode()
-        return Case(laid_out(text, following), file)
-    text = json.dumps(header).encode()
-    if way == 2:
-        lengths = st.sampled_from([2**60, 2**64 - 1, 2**24 + 1, 0, len(text) - 1])
-        bad = Case(laid_out(text, following, draw(lengths)), file, True)
-        return bad if header else dataclasses.replace(bad, bad=None)
-    if way == 3:
-        return Case(draw(wrecked(laid_out(text, following))), file)
-    if way == 4:
-        other = json.dumps(draw(JSON)).encode() if draw(st.booleans()) else None
-        return Case(laid_out(other or draw(altered(text)), following), file)
-    if way == 5:
-        return Case(laid_out(draw(monsters()), following), file, True)
-    parameters = [name for name in arrays if header[name]["dtype"] != "I64"]
-    return Case(laid_out(text, following), file, None if not parameters else False)
-
-
-def _theirs(path: pathlib.Path) -> dict[str, Any] | None:
-    """What the package of safetensors reads: the shapes of all arrays, by name."""
-    try:
-        with safetensors.safe_open(path, "np") as file:
-            return {x: file.get_slice(x).get_shape() for x in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError:
-        return None
+def safetensors_cases() -> st.SearchStrategy[Case]:
+    arrays = {"w": np.ones((4, 2), np.float32), "count": np.arange(3)}
+    right = safetensors.numpy.save(arrays, {"format": "pt"})
+    named = lambda bad: lambda x: Case(x, ("model.safetensors",), bad)
+    others = st.just(right).map(named(False)) | wrecked(right).map(named(None))
+    headers = monsters() | altered(right[8 : right.index(b"}}") + 2])
+    return others | headers.map(lambda x: laid_out(x, 56)).map(named(None))
 
 
 def read_safetensors(given: bytes, folder: pathlib.Path) -> object:
     path = folder / "model.safetensors"
     path.write_bytes(given)
-    if len(given) > 10**6:
-        return checkpoint_shapes(path)  # for which their reader takes much memory
-    # The header is enough for ours: the arrays that it describes are put behind it.
-    length = int.from_bytes(given[:8], "little")
-    with contextlib.suppress(Exception):
-        header = json.loads(given[8 : 8 + length])
-        header.pop("__metadata__", None)
-        end = max((x["data_offsets"][1] for x in header.values()), default=0)
-        if end < 10**6:
-            path.write_bytes(given[: 8 + length] + bytes(end))
-    theirs = _theirs(path)
-    path.write_bytes(given)
-    try:
-        found = checkpoint_shapes(path)
-    except ValueError as error:
-        # Bounds apart, what they read is read, but where nothing is a parameter.
-        ours = ("no JSON", "no floating point arrays", "no model has", "of a tensor")
-        assert theirs is None or any(x in str(error) for x in ours), (theirs, error)
-        raise
-    # Where arrays lie is not looked at.
-    for name, x in found.items() if theirs else ():
-        assert [*x.shape] == theirs[name]
-    return found
+    return checkpoint_shapes(path)

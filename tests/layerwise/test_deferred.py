@@ -231,18 +231,16 @@ def refused(message, tx=None, **how):
 def test_wrong_calls():
     refused("clip='layer'", max_norm=1.0, clip="layer")
     other = layered.parameters(2) | {"embed": jnp.ones((3, 3))}
-    refused(r"rest\['embed'\] \(\(3, 3\)", workspace=workspace_of(other))
+    refused(r"rest\['embed'\] .* the shape \(3, 3\)", workspace=workspace_of(other))
     whole = layered.parameters(2, tied=True)
     refused(r"rest\['head'\]", workspace=workspace_of(whole))
-    refused(r"host\['down'\] has shape", workspace=workspace_of(layered.parameters(3)))
+    refused(
+        r"host\['down'\] .* the shape", workspace=workspace_of(layered.parameters(3))
+    )
     other = layered.parameters(2)
-    rest = rest_of(other) | {"none": None}
     allocate = lambda rest: po.GradientWorkspace.allocate(
         other["layers"], host_dtype="float32", rest=rest
     )
-    refused("rest=PyTreeDef", workspace=allocate(rest))
-    with pytest.raises(ValueError, match=r"rest\['n'\] is int32\[3\]"):
-        allocate({"n": jnp.arange(3)})
     with pytest.raises(TypeError, match="rest is of type list"):
         allocate([jnp.ones(3)])
 

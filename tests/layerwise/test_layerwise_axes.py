@@ -279,16 +279,15 @@ def test_a_model_that_is_ambiguous_on_explicit_axes():
 
 
 def test_a_model_that_runs_on_neither_kind_of_axes():
-    """JAX's own error, and a note of why the other kind was tried."""
+    """JAX's own error."""
     mesh, tx = mesh_of(EXPLICIT), po.paged_sgd(0.1, **PAGED)
     own = own_model([])
     model = po.LayerwiseModel(own.prologue, own.layer, lambda rest, x, *_: x @ x)
     with jax.set_mesh(mesh):
         params = placed(arrays(), mesh, SPECS)
         args = params, tx.init(params), model.workspace(params), jnp.arange(16)
-        with pytest.raises(TypeError, match="dot_general") as raised:
+        with pytest.raises(TypeError, match="dot_general"):
             jax.jit(po.layerwise_step(model, tx)).lower(*args)
-        assert "On automatic axes" in "".join(raised.value.__notes__)
         with pytest.raises(TypeError, match="dot_general"):
             jax.jit(model.loss).lower(params, jnp.arange(16))
 
@@ -309,9 +308,8 @@ def test_an_error_of_the_model_is_its_own():
         params = placed(arrays(), mesh, SPECS)
         step = po.layerwise_step(model, tx)
         workspace = po.GradientWorkspace.allocate(params["layers"])
-        with pytest.raises(KeyError, match="mine") as raised:
+        with pytest.raises(KeyError, match="mine"):
             step(params, tx.init(params), workspace, jnp.arange(16))
-    assert "axes" not in "".join(getattr(raised.value, "__notes__", ()))
 
 
 def automatic(tx, params):

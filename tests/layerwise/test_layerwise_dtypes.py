@@ -64,14 +64,6 @@ def test_norm_in_float64(rest_dtype, host_dtype):
         same(found[0], wanted[0], 1e-6)
 
 
-def test_real_workspace_of_complex_layers():
-    """It would drop imaginary parts, and is refused."""
-    layers = {"w": jnp.ones((2, 64, 64), jnp.complex64)}
-    for name in ("dtype", "host_dtype"):
-        with pytest.raises(ValueError, match=rf"{name}=float32.*\['w'\].*complex64"):
-            po.GradientWorkspace.allocate(layers, **{name: "float32"})
-
-
 @pytest.mark.parametrize("host_dtype", [None, "float16", "float32"])
 @pytest.mark.parametrize("clip", ["global", "layer"])
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**17])

@@ -152,8 +152,10 @@ def test_numbers_are_optaxs(monkeypatch, layers, how):
             return x + y @ w["down"], None
 
         tx = optax.chain(
-            po.paged_adamw(optax.cosine_decay_schedule(0.1, 9), mask=heavy, **SETTINGS),
-            optax.masked(po.paged_sgd(0.1, momentum=0.9, **SETTINGS), heavy),
+            po.paged_adamw(
+                optax.cosine_decay_schedule(0.1, 9), mask=heavy(params), **SETTINGS
+            ),
+            optax.masked(po.paged_sgd(0.1, momentum=0.9, **SETTINGS), heavy(params)),
         )
         key = next(keys)
         some = lambda x: jax.device_put(jax.random.uniform(key, x.shape), x.sharding)

@@ -156,34 +156,6 @@ def test_nothing_to_multiply():
     assert losses[0] == 0 and jnp.isnan(losses[1:]).all()
 
 
-@pytest.mark.parametrize("name", ["x", "head", "labels", "bias"])
-def test_arguments_on_the_host(name):
-    given = {n: x for n, x in arrays((4,)).items() if n != "weights"}
-    given[name] = jax.device_put(given[name], jax.memory.Space.Host)
-    for call in (po.linear_cross_entropy, jax.jit(po.linear_cross_entropy)):
-        with pytest.raises(ValueError, match=rf"{name} is in host.*device_put\({name}"):
-            call(**given)
-    given[name] = jax.device_put(given[name], jax.memory.Space.Device)
-    assert po.linear_cross_entropy(**given).shape == (4,)
-
-
-def test_forward_mode():
-    """The way out is named; what it names works."""
-    given = arrays((4,), width=8, words=16)
-    total = lambda x: by_chunks(x, given["head"], given["labels"]).sum()
-    plain = lambda x: ordinary(x, given["head"], given["labels"]).sum()
-    x = given["x"]
-    for take in (
-        lambda: jax.jvp(total, (x,), (x,)),
-        lambda: jax.jacfwd(total)(x),
-        lambda: jax.grad(lambda x: jax.jvp(total, (x,), (x,))[1])(x),
-    ):
-        with pytest.raises(TypeError, match=r"reverse-mode.*jax\.vjp.*Optax"):
-            take()
-    found, wanted = (jax.jit(jax.hessian(f))(x) for f in (total, plain))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [slice(0, 700), slice(700, None), slice(90, 95)])
 def test_masked_entries(masked):

@@ -122,14 +122,11 @@ class Mixture(Config):
 
     Attributes:
       experts: How many.
-      chosen: How many of them a token is sent to.
-      ragged: Whether tokens are sorted, for `jax.lax.ragged_dot`; else all experts
-        compute each of them.
+      chosen: How many of them a token is sent to; all compute each of them.
     """
 
     experts: int = 128
     chosen: int = 8
-    ragged: bool = False
 
     def layer_shapes(self):
         n, width, inner = self.experts, self.width, self.inner
@@ -145,22 +142,13 @@ class Mixture(Config):
         gated = lambda product: (
             jax.nn.silu(product(weights["gate"])) * product(weights["up"])
         )
-        if not self.ragged:
-            tokens = jnp.arange(len(x))[:, None]
-            each = jnp.zeros(scores.shape, x.dtype).at[tokens, experts].set(shares)
-            hidden = gated(lambda w: jnp.einsum("nd,edf->nef", x, w)) * each[..., None]
-            return jnp.einsum("nef,efd->nd", hidden, weights["down"]).reshape(y.shape)
-        order = jnp.argsort(experts.reshape(-1))
-        tokens = order // self.chosen
-        sizes = jnp.bincount(experts.reshape(-1), length=self.experts)
-        hidden = gated(lambda w: jax.lax.ragged_dot(x[tokens], w, sizes))
-        made = jax.lax.ragged_dot(hidden, weights["down"], sizes)
-        made *= shares.reshape(-1)[order][:, None]
-        return jnp.zeros_like(x).at[tokens].add(made).reshape(y.shape)
+        tokens = jnp.arange(len(x))[:, None]
+        each = jnp.zeros(scores.shape, x.dtype).at[tokens, experts].set(shares)
+        hidden = gated(lambda w: jnp.einsum("nd,edf->nef", x, w)) * each[..., None]
+        return jnp.einsum("nef,efd->nd", hidden, weights["down"]).reshape(y.shape)
 
 
-# With jax 0.10.2 XLA takes up to 1.14 of what is planned, and of ragged products of 8
-# experts 1.45 of it with the note.
+# With jax 0.10.2 XLA takes up to 1.14 of what is planned.
 newer = pytest.mark.skipif(not GPU_FETCHES_AHEAD, reason="XLA takes more with this JAX")
 
 #: Two layers of Qwen3-30B-A3B.
@@ -185,19 +173,6 @@ def test_experts_with_masters_against_xla(masters, size, way):
     assert 0.9 <= planned / total <= 1.1
 
 
-@newer
-@pytest.mark.slow
-@pytest.mark.compiler
-@pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("chosen", [2, 8])
-def test_experts_of_ragged_products_against_xla(chosen):
-    """A note says what they take more, for each expert that a token is sent to."""
-    config = dataclasses.replace(EXPERTS, ragged=True, chosen=chosen)
-    planned, total = of_experts(config, (1, 512), "paged", {})
-    more = 4 * 128 * 512 * 2048 * 2
-    assert 0.9 <= (planned + chosen * more) / total <= 1.1
-
-
 def of_experts(config, size, way, settings):
     """Bytes of a way by `what_fits`, and by XLA's compiler for an H200."""
     params, tx = config.params(stacked=True), po.paged_adamw(1e-4, **settings)
@@ -216,19 +191,6 @@ def of_experts(config, size, way, settings):
     return row.device, total
 
 
-def test_a_note_on_experts():
-    """Of stacks beside a router of as many scores, and not of heads."""
-    fits = lambda params: str(
-        po.what_fits(params, device_memory="1GiB", batch=1, length=512, heads=2)
-    )
-    text = " ".join(fits(EXPERTS.params(stacked=True)).split())
-    assert "128 experts: activations are those" in text
-    assert "up to 1.0 GiB for each expert that a token is sent to" in text
-    heads = shapes(query=(64, 8, 32), out=(8, 32, 64), up=(64, 512))
-    for params in (PLAIN, heads):
-        assert "experts" not in fits(params)
-
-
 def shapes(**matrices):
     """Two layers of such matrices, an embedding of 1000 entries, 64 wide."""
     leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -245,7 +207,7 @@ def sizes(params, heads=None):
 
 def test_sizes_are_read_off_the_shapes():
     found, assumed = sizes(PLAIN)
-    assert dataclasses.astuple(found) == (2, 64, 1152, 512, 256, 2, 1000, True, 2, 0)
+    assert dataclasses.astuple(found) == (2, 64, 1152, 512, 256, 2, 1000, True, 2)
     assert "2 heads of 128 values are assumed" in assumed
     assert sizes(PLAIN, heads=4)[0].heads == 4
     assert sizes(PLAIN, heads=4)[1] == ""

@@ -14,7 +14,7 @@ import pytest
 
 import paged_optax as po
 from paged_optax.cli import main
-from paged_optax.planning.cards import CARDS, Card, card_name, find_card
+from paged_optax.planning.cards import CARDS, card_name, find_card
 from paged_optax.planning.footprints import training_code
 from paged_optax.planning.hugging_face import config_heads
 
@@ -85,13 +85,9 @@ def test_a_t4_is_told_to_train_in_float16():
     assert "bfloat16 at 8.1 instead of 65 TFLOP/s" in told and told.endswith(words)
 
 
-@pytest.mark.parametrize(
-    ("name", "guess"),
-    [("rtx490", "rtx4090"), ("A100", "a100-40"), ("h20", "h200"), ("NVIDIA T5", "t4")],
-)
-def test_another_card_gets_the_nearest(name, guess):
-    with pytest.raises(ValueError, match=f"card='{name}' is none of t4.*{guess}"):
-        po.what_fits(SHAPES, card=name)
+def test_another_card():
+    with pytest.raises(ValueError, match="card='rtx490' is none of t4, .*rtx4090"):
+        po.what_fits(SHAPES, card="rtx490")
 
 
 def test_a_card_states_what_no_argument_does():
@@ -194,9 +190,9 @@ def test_code_has_what_paging_takes():
     ("given", "words"),
     [
         ({"batch": 0, "length": 8}, "batch=0 is less than 1"),
-        ({"batch": 4}, "batch=4 is without length"),
+        ({"batch": 4}, "batch=4 and length=None: pass both"),
         ({"batch": 4, "length": 8, "device_memory": None}, "device_memory=None: pass"),
-        ({"length": 512}, "length=512 is without batch"),
+        ({"length": 512}, "batch=None and length=512: pass both"),
         ({"batch": 1, "length": 8, "heads": 0}, "heads=0 is less than 1"),
         ({"batch": 1, "length": 8, "score_blocks": 0}, "score_blocks=0 is less"),
     ],
@@ -254,15 +250,10 @@ def test_the_code_runs(way):
 
 
 def test_heads_of_a_checkpoint(tmp_path):
-    """Those that its config.json states, also beside weights and an index."""
+    """Those that its config.json states, also beside weights."""
     assert config_heads(tmp_path) is None
     (tmp_path / "config.json").write_text('{"num_attention_heads": 24}')
-    for name in (
-        "",
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-    ):
+    for name in ("", "config.json", "model.safetensors"):
         assert config_heads(tmp_path / name) == 24
     (tmp_path / "config.json").write_text("{}")
     assert config_heads(tmp_path) is None
@@ -273,7 +264,7 @@ def test_heads_of_a_checkpoint(tmp_path):
 
 def test_the_command_has_the_same_arguments(capsys):
     """Heads are those of the model's name, and the code has the optimizer."""
-    step = "--batch 4 --length 512 --score-blocks 8 --fused-head"
+    step = "--batch 4 --length 512 --fused-head"
     device = "--card t4 --device-memory 6GiB"
     command = f"plan --params llama3.2-1b {device} {step} --optimizer lion"
     assert main(command.split()) == 0
@@ -284,7 +275,7 @@ def test_the_command_has_the_same_arguments(capsys):
     assert "# The loss ends with po.linear_cross_entropy" in printed
     assert "are assumed" not in printed
     assert main("plan --params 1B --card t5".split()) == 1
-    assert "--card='t5' is none of t4" in capsys.readouterr().err
+    assert "card='t5' is none of t4" in capsys.readouterr().err
 
 
 #: Steps that an H200 ran, by the ways that `what_fits` has of them.
@@ -313,19 +304,13 @@ def test_what_an_h200_took(name):
 
 
 @pytest.mark.parametrize("name", ["link_gigabytes_per_second", "teraflops"])
-@pytest.mark.parametrize(
-    "rate", [float("inf"), float("nan"), 1e-320, 1e300, 0, 10**400]
-)
+@pytest.mark.parametrize("rate", [float("inf"), float("nan"), 1e-320, 1e300, 0])
 def test_rates_of_no_machine(name, rate):
-    """None gives seconds that are no numbers; `plan`, cards and the command agree."""
+    """None gives seconds that are no numbers."""
     with pytest.raises(ValueError, match=name):
         po.what_fits(SHAPES, device_memory="1GiB", batch=1, length=8, **{name: rate})
     with pytest.raises(ValueError, match=name):
         po.plan(po.paged_adamw(1e-3), SHAPES, **{name: rate})
-    field = name.partition("_")[0]
-    figures = {"memory": 1 << 34, "link": 16, "both_ways": 32, "teraflops": 60}
-    with pytest.raises(ValueError, match=field):
-        Card(**(figures | {field: rate}))
 
 
 def test_numbers_of_numpy():
@@ -343,5 +328,3 @@ def test_numbers_of_numpy():
     assert str(found) == str(wanted)
     with pytest.raises(ValueError, match="page_size is more than 2.63"):
         po.what_fits(SHAPES, device_memory="1GiB", page_size=10**400)
-    with pytest.raises(ValueError, match="batch=<int> is not below 2.31"):
-        po.what_fits(SHAPES, device_memory="1GiB", batch=10**400, length=8)

@@ -5,7 +5,6 @@ Ten thousand of them: `python tests/hostile.py`.
 
 import ast
 import itertools
-import json
 import os
 import pathlib
 
@@ -16,7 +15,7 @@ from helpers import hostile
 from helpers.hostile import MOST, READERS, measured, read
 from helpers.hostile_files import MONSTERS, Case, laid_out
 from paged_optax.planning.checkpoint import checkpoint_shapes
-from paged_optax.planning.hugging_face import MOST_BYTES, Fields
+from paged_optax.planning.hugging_face import Fields
 
 #: Of a run in continuous integration, of all readers together.
 FILES = 500
@@ -30,13 +29,13 @@ def test_readers(name):
     assert outcome.ended.total() >= 0.9 * count
     assert outcome.ended["refused"]
     # Few changes leave a document whole; tests/engine/test_shapes.py reads whole ones.
-    assert outcome.ended["read"] or name in ("index", "config")
+    assert outcome.ended["read"] or name == "config"
     assert outcome.most_bytes < MOST
 
 
 def one_json(given, folder):
     (folder / "a.file").write_bytes(given)
-    return Fields.of_file(folder / "a.file")
+    return Fields(folder / "a.file")
 
 
 def one_header(given, folder):
@@ -55,9 +54,9 @@ def test_monsters(reader, name, tmp_path):
 COUNT = 2**19 - 8
 LARGEST = {
     "objects": b'{"a":[' + b"{}," * (COUNT // 2) + b"{}]}",
-    "texts": b'{"a":[' + b",".join([b'"%s"' % (b"a" * 50)] * (2**24 // 56)) + b"]}",
+    "texts": b'{"a":[' + b",".join([b'"%s"' % (b"a" * 50)] * (2**22 // 56)) + b"]}",
     "keys": b"{" + b",".join(b'"%x":1.5' % i for i in range(COUNT // 2)) + b"}",
-    "one text": b'{"a":"' + b"a" * (2**24 - 10) + b'"}',
+    "one text": b'{"a":"' + b"a" * (2**22 - 10) + b'"}',
     "wide letters": b'{"a":"' + b"\xf0\x9f\x98\x80" * (2**20 - 4) + b'"}',
     "an escaped wide letter": b'{"a":"\\ud83d\\ude00' + b"a" * (2**22 - 40) + b'"}',
 }
@@ -68,58 +67,6 @@ def test_the_largest_that_are_read(name, tmp_path):
     """Just under each bound, what Python makes of it is under a hundred megabytes."""
     with measured():
         read(one_json, Case(LARGEST[name], bad=False), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_header_of_many_arrays(tmp_path):
-    """58,000 empty arrays in one file."""
-    array = {"dtype": "F8_E4M3", "shape": [0], "data_offsets": [0, 0]}
-    text = json.dumps({hex(i): array for i in range(2**19 // 9)}, separators=(",", ":"))
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(laid_out(text.encode(), 0))
-    with measured():
-        read(
-            lambda path, folder: checkpoint_shapes(path),
-            Case(path, bad=False),
-            tmp_path,
-        )
-
-
-@pytest.mark.parametrize("length", [2**60, MOST_BYTES + 1])
-def test_a_file_of_a_terabyte(length, tmp_path):
-    """A file with holes: as large as it says, and none of it is read."""
-    path = tmp_path / "a.safetensors"
-    with path.open("wb") as file:
-        file.write(length.to_bytes(8, "little"))
-        file.truncate(2**40)
-    case = Case(path, ("a.safetensors", "header", str(length)), bad=True)
-    with measured():
-        _, most = read(lambda path, folder: checkpoint_shapes(path), case, tmp_path)
-    assert most < 10**6
-
-
-SIZE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-TENSOR = "dtype, shape and data_offsets of a tensor"
-HEADERS = {
-    "a list": ([], "no object with fields"),
-    "no dtype": ({"w": {"shape": [2], "data_offsets": [0, 8]}}, TENSOR),
-    "no shape": ({"w": SIZE | {"shape": None}}, TENSOR),
-    "a text": ({"w": SIZE | {"shape": "12"}}, TENSOR),
-    "negative": ({"w": SIZE | {"shape": [-5, 3]}}, TENSOR),
-    "a fraction": ({"w": SIZE | {"shape": [1.5]}}, TENSOR),
-    "too many": ({"w": SIZE | {"shape": [2**40, 2**40]}}, TENSOR),
-    "no offsets": ({"w": SIZE | {"data_offsets": [0]}}, TENSOR),
-    "no number": ({"w": SIZE | {"data_offsets": [0, "8"]}}, TENSOR),
-}
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_is_wrong(name, tmp_path):
-    header, message = HEADERS[name]
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(laid_out(json.dumps(header).encode(), 8))
-    with pytest.raises(ValueError, match=f"a.safetensors'.*{message}"):
-        checkpoint_shapes(path)
 
 
 def test_only_module_runs_what_is_named():
@@ -146,7 +93,7 @@ def test_what_has_no_end_is_not_read(tmp_path):
     """A pipe or a device under a checkpoint's name, itself or by a link."""
     for number, (name, make) in enumerate(
         itertools.product(
-            ("m.safetensors", "_METADATA", "x.safetensors.index.json"),
+            ("m.safetensors", "_METADATA"),
             (os.mkfifo, lambda path: os.symlink("/dev/zero", path)),
         )
     ):
@@ -155,14 +102,3 @@ def test_what_has_no_end_is_not_read(tmp_path):
         make(folder / name)
         with measured(), pytest.raises(ValueError, match=name.replace(".", "[.]")):
             checkpoint_shapes(folder)
-
-
-def test_a_header_of_a_large_file(tmp_path):
-    """Offsets are no shape: their product may be anything."""
-    size, header = 4 * 4096 * 4096, {}
-    for i in range(300):
-        place = [i * size, (i + 1) * size]
-        header[str(i)] = {"dtype": "F32", "shape": [4096, 4096], "data_offsets": place}
-    (tmp_path / "a.safetensors").write_bytes(laid_out(json.dumps(header).encode(), 0))
-    found = checkpoint_shapes(tmp_path / "a.safetensors")
-    assert len(found) == 300 and found["299"].shape == (4096, 4096)

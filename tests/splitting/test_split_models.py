@@ -256,7 +256,7 @@ def test_the_line_is_the_models_and_not_flaxs():
         model.blocks.append(model.blocks[0])
         return zoo.cross_entropy(model(batch[:, :-1]), batch)
 
-    wanted = r"at \S*plain.py:\d+ \(Block.__call__\), which calls .*linear.py"
+    wanted = r"at \S*plain.py:\d+ \(Block.__call__\), which calls .*flax.*py"
     with pytest.raises(po.SplitError, match=wanted):
         po.split_layers(loss, params, zoo.TOKENS)
 
@@ -363,11 +363,11 @@ def test_other_mistakes():
     with pytest.raises(po.SplitError, match="of two layers or more. Give the layers"):
         po.split_layers(loss, zoo.parameters(1), batch)
     model = po.split_layers(loss, params, batch)
-    with pytest.raises(ValueError, match=r"has no \['embed'\]\. Pass a tree"):
+    with pytest.raises(ValueError, match=r"\['embed'\] has shape None, .* Pass a tree"):
         model.stack({"layers": params["layers"]})
-    with pytest.raises(ValueError, match=r"and has \['layers'\]\['down'\], which that"):
+    with pytest.raises(ValueError, match=r"has shape None, and .* was given"):
         model.stack(model.stack(params))
-    with pytest.raises(ValueError, match="it has other containers"):
+    with pytest.raises(ValueError, match="has other containers"):
         model.stack(params | {"layers": tuple(params["layers"])})
     with pytest.raises(ValueError, match="has shape .* split the model again"):
         model.stack(jax.tree.map(lambda x: x[None], params))
@@ -376,17 +376,21 @@ def test_other_mistakes():
     counted = params | {"count": jnp.int32(3)}
     with pytest.raises(TypeError, match=r"'count'\] has dtype int32 .* frozen="):
         po.split_layers(loss, counted, batch)
-    with pytest.raises(TypeError, match="layers=3 is not a path"):
-        po.split_layers(loss, params, batch, layers=3)  # pyright: ignore
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_the_batch_before_the_parameters(dtype):
+    loss, params, batch = zoo.MODELS["a_list"]()
+    swapped = lambda params, batch: loss(params, batch["tokens"].astype("int32"))
+    batch = {"tokens": jnp.asarray(batch, dtype)}
+    assert po.split_layers(swapped, params, batch)
+    with pytest.raises(TypeError, match=r"Parameters precede the batch: split"):
+        po.split_layers(swapped, batch, params)
 
 
 def test_mistakes_with_frozen_parameters():
     loss, params, batch, frozen = zoo.MODELS["lora"]()
-    with pytest.raises(TypeError, match="loss\\(params, frozen, batch\\)"):
-        po.split_layers(loss, params, batch)
     plain = zoo.MODELS["a_list"]()
-    with pytest.raises(TypeError, match="too many positional .* frozen="):
-        po.split_layers(*plain, frozen=frozen)
     model = po.split_layers(loss, params, batch, frozen=frozen)
     stacked, fixed = model.stack(params), model.stack_frozen(frozen)
     with pytest.raises(TypeError, match="frozen is missing: .* model.stack_frozen"):

@@ -67,9 +67,6 @@ def split_rows(layer, x):
 LOSSES = {
     "index": loop(lambda w, n: w[n]),
     "from the end": loop(lambda w, n: w[n - COUNT]),
-    "array": loop(lambda w, n: w[jnp.int32(n)]),
-    "dynamic": loop(lambda w, n: jax.lax.dynamic_index_in_dim(w, n, keepdims=False)),
-    "take": loop(lambda w, n: jnp.take(w, n, axis=0)),
     "a part of a layer": loop(lambda w, n: w[n], split_rows),
     "prepared": loop(lambda w, n: jnp.moveaxis(2.0 * w, 0, -1)[..., n]),
     "iterated": all_at_once(list),
@@ -90,7 +87,7 @@ def same(loss, params):
     return model
 
 
-@pytest.mark.quick("array", "checkpoints of all", "prepared", "take", "unstacked")
+@pytest.mark.quick("index", "checkpoints of all", "prepared", "unstacked")
 @pytest.mark.parametrize("name", LOSSES)
 def test_layers_by_their_numbers(name):
     model = same(LOSSES[name], stacked())
@@ -145,10 +142,10 @@ def test_what_is_indexed_within_a_layer():
 
 def test_another_batch():
     params = stacked()
-    model = po.split_layers(LOSSES["take"], params, zoo.TOKENS)
+    model = po.split_layers(LOSSES["index"], params, zoo.TOKENS)
     shorter = zoo.TOKENS[:1, :5]
     value = jax.jit(model.loss)(model.stack(params), shorter)
-    wanted = LOSSES["take"](params, shorter)
+    wanted = LOSSES["index"](params, shorter)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
 
 

@@ -156,14 +156,8 @@ def test_state_shardings_by_a_prefix():
     assert HOST in {x.memory_kind for x in jax.tree.leaves(one)}
 
 
-def test_what_is_no_sharding_is_refused():
+def test_an_uneven_sharding_is_refused():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
-    with pytest.raises(
-        TypeError, match=r"shardings\['w'\]=.*NamedSharding\(mesh, spec\)"
-    ):
-        po.state_shardings(adam(), {"w": jnp.ones((4, 4))}, {"w": PartitionSpec("x")})
     with pytest.raises(ValueError, match="does not divide evenly"):
         po.state_shardings(adam(), {"w": jnp.ones((3, 4))}, {"w": sharding})
-    with pytest.raises(ValueError, match="shardings has neither the structure"):
-        po.state_shardings(adam(), {"w": jnp.ones((4, 4))}, {"v": sharding})

@@ -1,6 +1,7 @@
 """`rebalance` within a budget: what moves, what stays, and what is refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -147,3 +148,14 @@ def test_training_goes_on_between_moves():
         _, moved = update(small(number), moved, params)
         assert po.is_device_resident(moved, "c") == (number % 3 == 1)
     assert_equal(moved, still)
+
+
+def test_a_string_is_one_parameter():
+    experts = {name: jnp.ones((512, 512)) for name in ("a", "ab", "b")}
+    tx = po.paged_adamw(1e-3, device_budget="2MiB")
+    state = po.rebalance(tx, tx.init(experts), "ab")
+    assert [po.is_device_resident(state, name) for name in experts] == [
+        False,
+        True,
+        False,
+    ]

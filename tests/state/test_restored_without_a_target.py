@@ -151,7 +151,7 @@ def test_of_an_optimizer_of_flax(tmp_path):
     pure = nnx.to_pure_dict(params)
     bare = jax.tree.unflatten(jax.tree.structure(tx.init(pure)), filled)
     _assert_back(po.place_state(tx, restored["opt_state"], pure), bare)
-    with pytest.raises(ValueError, match="under 'opt_state', so pass this part"):
+    with pytest.raises(ValueError, match="the part that is the state"):
         po.place_state(tx, restored, params)
 
 

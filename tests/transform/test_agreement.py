@@ -112,7 +112,7 @@ def test_many_differences_are_counted(everywhere):
 def test_processes_that_do_different_things(everywhere):
     other = lambda: processes.compare("init", {})
     errors, _ = everywhere(says(a=1), other)
-    assert "process 0 calls update, and process 1 init" in errors[0]
+    assert "the call is update in process 0, init in process 1" in errors[0]
 
 
 @pytest.mark.parametrize("absent", [0, 1])

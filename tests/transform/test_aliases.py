@@ -77,7 +77,7 @@ def test_every_parameter_is_taken_by_position_and_by_name(name):
     with pytest.raises(TypeError, match="unheard_of"):
         alias(1e-3, unheard_of=1)
     with pytest.raises(ValueError, match="page_size"):
-        alias(1e-3, page_size=0)
+        alias(1e-3, page_size=-1)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "paged", "plan", "memory_report", "jit_step"])

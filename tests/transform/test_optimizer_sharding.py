@@ -204,9 +204,8 @@ def test_what_cannot_be_divided_so():
             tx.init(params)
         tx.init({"w": nnx.Param(jnp.ones((64, 128)), **uneven)})
         otherwise = {"w": nnx.Param(jnp.ones((64, 128)), optimizer_sharding=("x",))}
-        for second in (otherwise, {"w": jnp.ones((64, 128))}):
-            with pytest.raises(ValueError, match=r"kept of parameter .* earlier init"):
-                tx.init(second)
+        with pytest.raises(ValueError, match=r"parameter .* earlier init"):
+            tx.init(otherwise)
     with pytest.raises(ValueError, match=r"optimizer_sharding=.*set_mesh"):
         tx.init({"w": nnx.Param(jnp.ones((64, 100)), **uneven)})
 
