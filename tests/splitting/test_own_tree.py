@@ -122,7 +122,7 @@ TRANSFORMATIONS = {
 }
 SLOW = {"half of the budget", "steps by parameter", "masked by layer", "schedule"}
 SLOW |= {"labels by shape", "centralized", "block rms", "injected", "lars"}
-SLOW |= {"adaptive clip", "lamb", "paged muon", "rate by depth inside"}
+SLOW |= {"adaptive clip", "lamb", "paged muon", "rate by depth", "mask by shape"}
 NAMES = [
     pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else [])
     for x in TRANSFORMATIONS
