@@ -276,6 +276,7 @@ FORGETFUL = {
 }
 
 
+@pytest.mark.quick("alone-init", "MultiSteps-abstract_state", "int8-abstract_state")
 @pytest.mark.parametrize("described", [False, True], ids=["init", "abstract_state"])
 @pytest.mark.parametrize("kind", FORGETFUL)
 def test_jit_step_tells_what_a_transformation_forgets(kind, described):

@@ -62,15 +62,19 @@ def both(
     layers = po.offload(params["layers"], 0) if offloaded else params["layers"]
     given = params | {"layers": layers} if offloaded else params
     found = step(given, tx.init(params), workspace, batch)
-    gradients = jax.grad(mean_loss(functions, how.get("accumulate", False)))(
-        params, batch
-    )
-    norm = optax.tree.norm(gradients)
-    if how.get("max_norm"):
-        clip = optax.clip_by_global_norm(how["max_norm"])
-        gradients, _ = clip.update(gradients, optax.EmptyState())
-    updates, state = tx.update(gradients, tx.init(params), params)
-    return found, (optax.apply_updates(params, updates), state, norm)
+    loss = mean_loss(functions, how.get("accumulate", False))
+
+    @jax.jit
+    def plain(params, state, batch):
+        gradients = jax.grad(loss)(params, batch)
+        norm = optax.tree.norm(gradients)
+        if how.get("max_norm"):
+            clip = optax.clip_by_global_norm(how["max_norm"])
+            gradients, _ = clip.update(gradients, optax.EmptyState())
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, norm
+
+    return found, plain(params, tx.init(params), batch)
 
 
 def same(found, wanted, rtol=2e-6):

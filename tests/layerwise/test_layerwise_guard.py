@@ -1,5 +1,6 @@
 """`apply_if_finite` around the transformation of a layerwise step: Optax's counts."""
 
+import functools
 import importlib
 import itertools
 
@@ -86,14 +87,22 @@ WORKSPACES = {
 }
 
 
-def by_optax(params, batches, max_norm, micro=0):
+@functools.cache
+def by_optax(run, max_norm, micro=0):
+    params = layered.parameters(LAYERS, dtype=jnp.float64)
     clip = [] if max_norm is None else [optax.clip_by_global_norm(max_norm)]
     tx = optax.apply_if_finite(optax.chain(*clip, optax.adamw(0.01)), ERRORS)
     mean = lambda p, b: jnp.mean(jax.lax.map(lambda b: loss(p, b), b))
-    gradient, state, said = jax.grad(mean if micro else loss), tx.init(params), []
-    for batch in batches:
-        updates, state = tx.update(gradient(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
+    state, said = tx.init(params), []
+
+    @jax.jit
+    def step(params, state, batch):
+        gradients = jax.grad(mean if micro else loss)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches_of(RUNS[run], micro):
+        params, state = step(params, state, batch)
         said.append([np.asarray(x) for x in state[:3]])
     inner = state.inner_state
     return params, inner if max_norm is None else inner[1], said
@@ -144,10 +153,10 @@ def test_is_optaxs(way, run, micro):
     with jax.enable_x64(True):
         batches = batches_of(RUNS[run], micro)
         tx = po.apply_if_finite(po.paged_adamw(0.01, **SETTINGS), ERRORS)
-        make = lambda: layered.parameters(LAYERS, dtype=jnp.float64)
+        params = layered.parameters(LAYERS, dtype=jnp.float64)
         how = {"max_norm": max_norm, "accumulate": bool(micro)}
-        found = trained(tx, make(), batches, workspace, **how)
-        wanted = by_optax(make(), batches, max_norm, micro)
+        found = trained(tx, params, batches, workspace, **how)
+        wanted = by_optax(run, max_norm, micro)
     spoiled = any(np.isnan(x).any() for x in jax.tree.leaves(wanted[0]))
     assert spoiled == (run == "let through")
     compare(found, wanted)
@@ -162,9 +171,9 @@ def test_ahead(monkeypatch, run):
     with jax.enable_x64(True):
         batches = batches_of(RUNS[run])
         tx = po.apply_if_finite(po.paged_adamw(0.01, **SETTINGS), ERRORS)
-        make = lambda: layered.parameters(LAYERS, dtype=jnp.float64)
-        found = trained(tx, make(), batches, "deferred", max_norm=MOST)
-        wanted = by_optax(make(), batches, MOST)
+        params = layered.parameters(LAYERS, dtype=jnp.float64)
+        found = trained(tx, params, batches, "deferred", max_norm=MOST)
+        wanted = by_optax(run, MOST)
     compare(found, wanted)
 
 

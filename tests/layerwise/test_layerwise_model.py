@@ -19,7 +19,7 @@ MODEL = po.LayerwiseModel(layered.prologue, layered.layer, layered.epilogue)
 def test_loss(kept_as, jitted):
     """The same numbers as those of the whole model, and the same gradients."""
     plain, batch = layered.parameters(3), layered.batch()
-    wanted = jax.value_and_grad(layered.loss)(plain, batch)
+    wanted = jax.jit(jax.value_and_grad(layered.loss))(plain, batch)
     params, key = dict(plain), "layers"
     if kept_as == "host":
         params["layers"] = po.offload(plain["layers"], 0)
@@ -53,16 +53,15 @@ def test_loss_of_a_sum_and_its_weight(dtype):
         return po.WeightedLoss(loss, weight), {"weight": weight}
 
     params, batch = layered.parameters(2), layered.batch()
-    wanted = jax.value_and_grad(layered.loss)(params, batch)
+    by_grad = lambda f, **how: jax.jit(jax.value_and_grad(f, **how))(params, batch)
+    wanted = by_grad(layered.loss)
     model = po.LayerwiseModel(layered.prologue, layered.layer, epilogue)
-    same(jax.value_and_grad(model.loss)(params, batch), wanted)
+    same(by_grad(model.loss), wanted)
     model = po.LayerwiseModel(layered.prologue, layered.layer, of_tokens)
-    (loss, metrics), gradients = jax.value_and_grad(model.loss, has_aux=True)(
-        params, batch
-    )
+    (loss, metrics), gradients = by_grad(model.loss, has_aux=True)
     same((loss, gradients), wanted)
     tx = po.paged_sgd(0.1)
-    step = po.layerwise_step(model, tx)
+    step = jax.jit(po.layerwise_step(model, tx))
     *_, output = step(params, tx.init(params), model.workspace(params), batch)
     np.testing.assert_allclose(output.loss, loss, rtol=1e-6)
     assert output.loss.dtype == loss.dtype

@@ -55,7 +55,8 @@ MOVES = {
 def test_a_workspace_that_moved_is_told_of(move, deferred):
     """Eager and compiled, by the step and `finish`; and `place_state` mends it."""
     step, (params, state, workspace) = started(po.paged_adamw(1e-3, **SMALL), deferred)
-    wanted = step(params, state, workspace, layered.batch(1))
+    run = jax.jit(step)
+    wanted = run(params, state, workspace, layered.batch(1))
     moved = MOVES[move](workspace)
     calls = [step, jax.jit(step)]
     if move == "numpy":
@@ -70,7 +71,7 @@ def test_a_workspace_that_moved_is_told_of(move, deferred):
     back = po.place_state(tx, moved, params)
     assert kinds(back) == kinds(workspace)
     assert jax.tree.structure(back) == jax.tree.structure(workspace)
-    found = step(params, state, back, layered.batch(1))
+    found = run(params, state, back, layered.batch(1))
     assert far(found, wanted) == 0
 
 

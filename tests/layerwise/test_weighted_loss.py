@@ -69,11 +69,17 @@ def batch_of(seed, counts, dtype=jnp.float64, size=(2, 8)):
 def by_optax(tx, params, batches, clip=None):
     clipped = tx if clip is None else optax.chain(clip, tx)
     state, said = clipped.init(params), []
-    for batch in batches:
+
+    @jax.jit
+    def step(params, state, batch):
         loss, gradients = jax.value_and_grad(whole_loss)(params, batch)
-        said.append((loss, optax.tree.norm(gradients)))
         updates, state = clipped.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        norm = optax.tree.norm(gradients)
+        return optax.apply_updates(params, updates), state, (loss, norm)
+
+    for batch in batches:
+        params, state, output = step(params, state, batch)
+        said.append(output)
     return params, state if clip is None else state[1], said
 
 
@@ -140,7 +146,7 @@ def test_clips_each_layer(workspace):
     """Each layer of the whole batch's gradients, and the rest, by its own norm."""
     with jax.enable_x64(True):
         params, batch = layered.parameters(3, dtype=jnp.float64), batch_of(0, COUNTS[0])
-        gradients = jax.grad(whole_loss)(params, batch)
+        gradients = jax.jit(jax.grad(whole_loss))(params, batch)
         layers = gradients.pop("layers")
         most = 0.02
         scaled = lambda g: optax.clip_by_global_norm(most).update(g, None)[0]
@@ -183,11 +189,11 @@ def test_devices_with_unequal_tokens(max_norm):
         params = layered.parameters(3, dtype=jnp.float64)
         divided = jax.device_put(batch, place)
         whole = jax.device_put(params, NamedSharding(mesh, P()))
+        wanted = by_optax(optax.adamw(0.01), params, [batch], clip)
         for workspace in ({}, HOST):
             found = trained(
                 tx, whole, [divided], workspace=workspace, max_norm=max_norm
             )
-            wanted = by_optax(optax.adamw(0.01), params, [batch], clip)
             assert far(found, wanted) <= 1e-12
 
 
@@ -252,7 +258,7 @@ def test_metrics_and_weights_take_no_gradient():
             po.LayerwiseModel(prologue, layer, how), tx, accumulate=True
         )
         workspace = po.GradientWorkspace.allocate(params["layers"])
-        results.append(step(params, tx.init(params), workspace, batch))
+        results.append(jax.jit(step)(params, tx.init(params), workspace, batch))
     found, wanted = results
     assert far(found[0], wanted[0]) == 0
     total = wanted[3].metrics["total"]

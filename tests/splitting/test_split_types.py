@@ -171,8 +171,8 @@ def test_layers_that_are_bare_arrays(name, layers):
     model = po.split_layers(run, params, X, layers=named)
     stacked = model.stack(params)
     assert jax.tree.leaves(stacked["layers"])[0].shape == (3, 8, 8)
-    value, gradients = jax.value_and_grad(model.loss)(stacked, X)
-    wanted, theirs = jax.value_and_grad(run)(params, X)
+    value, gradients = jax.jit(jax.value_and_grad(model.loss))(stacked, X)
+    wanted, theirs = jax.jit(jax.value_and_grad(run))(params, X)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6)
     jax.tree.map(close, model.unstack(gradients), theirs)
@@ -216,14 +216,15 @@ def test_dropout_by_a_key_in_the_batch(name):
     args = [model.stack(params), None, None]
     args[1:] = tx.init(args[0]), model.workspace(args[0])
     step, losses = jax.jit(po.layerwise_step(model, tx)), []
+    # A copy is made where the loss is traced: Flax changes no variables of others.
+    copied = lambda p, b: loss(p, jax.tree.map(lambda x: x, other), b)
+    plain, split = jax.jit(jax.value_and_grad(copied)), jax.jit(jax.grad(model.loss))
     for batch in batches:
         *args, output = step(*args, batch, model.stack_frozen(other))
         losses.append(float(output.loss))
-        # A copy is made where the loss is traced: Flax changes no variables of others.
-        copied = lambda p, b: loss(p, jax.tree.map(lambda x: x, other), b)
-        value, theirs = jax.value_and_grad(copied)(params, batch)
+        value, theirs = plain(params, batch)
         np.testing.assert_allclose(output.loss, value, rtol=1e-5)
-        gradient = jax.grad(model.loss)(args[0], model.stack_frozen(other), batch)
+        gradient = split(args[0], model.stack_frozen(other), batch)
         close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
         jax.tree.map(close, model.unstack(gradient), theirs)
     assert len({*losses}) == 3
