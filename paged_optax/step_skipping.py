@@ -110,6 +110,12 @@ class IfFinite(_Wrapped):
         return getattr(outer, self.field), outer
 
 
+def wrapper_of(tx: optax.GradientTransformation) -> IfFinite | None:
+    """The transformation as an `apply_if_finite`, or None."""
+    wrapper = getattr(tx.update, "__self__", None)
+    return wrapper if isinstance(wrapper, IfFinite) else None
+
+
 def _around(
     wrapper: optax.GradientTransformation,
     inner: optax.GradientTransformation,

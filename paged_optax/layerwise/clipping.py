@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.types import ArrayOrShape
-from paged_optax.step_skipping import IfFinite
+from paged_optax.step_skipping import IfFinite, wrapper_of
 from paged_optax.transform.context import Gate
 
 
@@ -173,9 +173,3 @@ class Guard:
     def _decided(self, measure: GradientStats) -> tuple[Bool[Array, ""], PyTree]:
         assert self.wrapper is not None and measure.finite is not None
         return self.wrapper.decided(measure.finite, self.outer)
-
-
-def wrapper_of(tx: optax.GradientTransformation) -> IfFinite | None:
-    """The transformation as an `apply_if_finite`, or None."""
-    wrapper = getattr(tx.update, "__self__", None)
-    return wrapper if isinstance(wrapper, IfFinite) else None

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.flax_variables import as_pure, fixed_variables
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.state.leaves import is_quantized
+from paged_optax.step_skipping import wrapper_of
 
 
 class LayerNumbers(tuple[int, ...]):
@@ -32,6 +33,9 @@ Members = LayerNumbers | int
 
 #: Combines the leaves of all layers; None stands for a layer without the leaf.
 Together = Callable[[Sequence[PyTree | None]], PyTree]
+
+#: Converts an own leaf, given its number; and leaves of layers never.
+Each = Callable[[int, PyTree], PyTree]
 
 
 @functools.partial(
@@ -110,7 +114,35 @@ class LayerTree:
             )
         return leaves
 
-    def stack(self, tree: PyTree, together: Together) -> PyTree:
+    def on_stacks(
+        self, tx: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns a transformation of the stacked tree that applies `tx` to the own.
+
+        Each own leaf is a leaf of the stacked tree: only names and order differ.
+        """
+        if (wrapper := wrapper_of(tx)) is not None:
+            wrapper = wrapper._replace(inner=self.on_stacks(wrapper.inner))
+            return optax.GradientTransformationExtraArgs(
+                wrapper.init_around, wrapper.update_around
+            )
+        tx, stack = optax.with_extra_args_support(tx), lambda x: self.stack(x, list)
+        own = lambda x: self.unstack(x, list)
+
+        def update(
+            updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+        ) -> tuple[PyTree, PyTree]:
+            trees = own(updates), own(state), own(params)
+            new_updates, new_state = tx.update(*trees, **extra_args)
+            return stack(new_updates), stack(new_state)
+
+        return optax.GradientTransformationExtraArgs(
+            lambda params: stack(tx.init(own(params))), update
+        )
+
+    def stack(
+        self, tree: PyTree, together: Together, each: Each = lambda n, x: x
+    ) -> PyTree:
         """Stacks all subtrees of the own structure, such as the moments of a state.
 
         Raises:
@@ -123,7 +155,9 @@ class LayerTree:
             subtrees += 1
             members, structure = self.stacked
             return structure.unflatten(
-                entries[x] if isinstance(x, int) else self._joined(entries, x, together)
+                each(x, entries[x])
+                if isinstance(x, int)
+                else self._joined(entries, x, together)
                 for x in members
             )
 
@@ -146,7 +180,10 @@ class LayerTree:
         return [x.stack if isinstance(x, SomeLayers) else x for x in stacked]
 
     def unstack(
-        self, tree: PyTree, apart: Callable[[PyTree], Sequence[PyTree]]
+        self,
+        tree: PyTree,
+        apart: Callable[[PyTree], Sequence[PyTree]],
+        each: Each = lambda n, x: x,
     ) -> PyTree:
         """Undoes `stack`; `apart` returns the leaves of all layers of one stack."""
 
@@ -155,7 +192,7 @@ class LayerTree:
             leaves: list[PyTree] = [None] * self.structure.num_leaves
             for member, entry in zip(members, entries, strict=True):
                 if isinstance(member, int):
-                    leaves[member] = entry
+                    leaves[member] = each(member, entry)
                     continue
                 present = (True,) * len(member)
                 if isinstance(entry, SomeLayers):

@@ -71,6 +71,12 @@ class LayerwiseModel:
         """The transformation's tree of layers; None if it is the tree of stacks."""
         return None
 
+    def on_stacks(
+        self, tx: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """Returns a transformation of the tree of stacks, by the loss's own names."""
+        return tx
+
     def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
         """Initializes the state of `tx` for stacked parameters.
 
@@ -86,7 +92,7 @@ class LayerwiseModel:
         Raises:
           ValueError: If the layers are not stacked, or if `tx.init` combines them.
         """
-        tree = self.layer_tree
+        tree, tx = self.layer_tree, self.on_stacks(tx)
         if tree is not None:
             return init_stacked(tx, tree, params)
         leaves = jax.tree.leaves(params)

@@ -161,7 +161,7 @@ def layerwise_step(
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
-    tree = model.layer_tree
+    tree, tx = model.layer_tree, model.on_stacks(tx)
     return LayerwiseStep(
         model, tx, max_norm, clip, accumulate, activations_on_host, layers, tree
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import PyTree
 
 from paged_optax.backend.text import keystr
@@ -22,7 +23,6 @@ from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.weights import Frozen
 from paged_optax.splitting.functions import SplitFunctions
 from paged_optax.splitting.split_loss import RESEED, Loss
-from paged_optax.splitting.stacking import stack_moments, unstack_leaf
 from paged_optax.splitting.summary import summary
 
 
@@ -174,7 +174,15 @@ class SplitModel(LayerwiseModel):
     @property
     def layer_tree(self) -> LayerTree | None:
         """The loss's own tree mapped to the stacks; None if the loss has stacks."""
-        return self._functions.stacking(frozen=False).layer_tree
+        stacking = self._functions.stacking(frozen=False)
+        return None if stacking.has_stacks else stacking.tree
+
+    def on_stacks(
+        self, tx: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """See `LayerwiseModel`."""
+        stacking = self._functions.stacking(frozen=False)
+        return stacking.tree.on_stacks(tx) if stacking.has_stacks else tx
 
     def functions(
         self, params: Partition, frozen: Frozen | None, activations_on_host: bool
@@ -195,8 +203,7 @@ class SplitModel(LayerwiseModel):
         Returns:
           The state with stacked moments, see `init`. Memory kinds are kept.
         """
-        tree = self.layer_tree
-        return state if tree is None else tree.stack(state, stack_moments)
+        return self._functions.stacking(frozen=False).stacked_state(state)
 
     def unstack_state(self, state: PyTree) -> PyTree:
         """Converts the state of a layerwise step to the state of an ordinary step.
@@ -207,10 +214,7 @@ class SplitModel(LayerwiseModel):
         Returns:
           The state in the structure of `tx.init` for the loss's own parameters.
         """
-        tree = self.layer_tree
-        if tree is None:
-            return state
-        return tree.unstack(state, lambda x: unstack_leaf(x, tree.length))
+        return self._functions.stacking(frozen=False).unstacked_state(state)
 
     def unstack(self, params: PyTree) -> PyTree:
         """Returns the parameters in the loss's own tree.

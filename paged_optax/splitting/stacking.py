@@ -1,7 +1,7 @@
 """Stacks the layers' parameters, and unstacks them."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -24,6 +24,7 @@ from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
 from paged_optax.layerwise.slices import write_slice
 from paged_optax.splitting.numbered import Names, Stack
+from paged_optax.state.leaves import is_quantized
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,15 +84,55 @@ class Stacking:
         return jax.tree.unflatten(self.structure, leaves)
 
     @property
-    def layer_tree(self) -> LayerTree | None:
-        """The tree mapped to its stacks; None if one of its leaves is a stack."""
-        if any(stack.axis is not None for stack in self.layers.values()):
-            return None
+    def has_stacks(self) -> bool:
+        """True if the layers' leaves of the tree are stacks."""
+        return any(stack.axis is not None for stack in self.layers.values())
+
+    @property
+    def tree(self) -> LayerTree:
+        """The tree mapped to its stacks."""
         layers = {
-            name: LayerNumbers(stack.leaves) for name, stack in self.layers.items()
+            name: LayerNumbers(stack.leaves) if stack.axis is None else stack.leaves[0]
+            for name, stack in self.layers.items()
         }
         members = {"layers": nested(layers), "rest": nested(self.rest)}
         return LayerTree(self.structure, members)
+
+    def stacked_state(self, state: PyTree) -> PyTree:
+        """Converts a state of the tree to a state of the stacks."""
+        if not self.has_stacks:
+            return self.tree.stack(state, stack_moments)
+        return self.tree.stack(
+            state, stack_moments, self._moved(lambda x, axis: stack_leaves([x], axis))
+        )
+
+    def unstacked_state(self, state: PyTree) -> PyTree:
+        """Converts a state of the stacks to a state of the tree."""
+        if not self.has_stacks:
+            return self.tree.unstack(state, lambda x: unstack_leaf(x, self.tree.length))
+        back = lambda x, axis: unstack_leaf(x, 0, axis)[0]
+        return self.tree.unstack(state, list, self._moved(back))
+
+    def _moved(
+        self, move: Callable[[Shaped, int], Shaped]
+    ) -> Callable[[int, PyTree], PyTree]:
+        """Moves the layers' axis of a moment, given the number of its parameter."""
+        names = dict(enumerate(self.shapes))
+        axes = {x.leaves[0]: x.axis for x in self.layers.values()}
+
+        def moved(n: int, x: PyTree) -> PyTree:
+            axis, sizes = axes.get(n), self.shapes[names[n]]
+            if not axis or not getattr(x, "ndim", 1):
+                return x
+            if is_quantized(x) or len(x.shape) != len(sizes):
+                raise ValueError(
+                    f"the layers of {self.argument}{names[n]} are on axis {axis}, and"
+                    " its state has other axes, as encoded and factored moments have:"
+                    " keep the state in stacks, or make it by model.init."
+                )
+            return move(x, axis)
+
+        return moved
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)
