@@ -16,13 +16,10 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import unflatten_like
-from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import (
-    LARGE_BYTES,
     dtype_and_shape,
     key_names,
     path_name,
-    track,
 )
 from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.user_warnings import warn_user
@@ -93,7 +90,7 @@ def to_bitsandbytes(
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     shapes = {key_names(path): x.shape for path, x in flat}
     entries: dict[KeyPath, dict[str, list[np.ndarray]]] = {}
-    for leaf in _tracked(state_leaves, state):
+    for leaf in state_leaves:
         if _is_readable(leaf):
             entry = entries.setdefault(leaf.parameter, {})
             number, position = _FIELDS[leaf.field]
@@ -165,7 +162,7 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
     state_leaves, values = state_leaves_of(state), list[PyTree[Array]]()
     read = _entries(entries, state_leaves)
     steps = {path: x.step() for path, x in read.items() if "step" in x.fields}
-    for leaf in _tracked(state_leaves, state):
+    for leaf in state_leaves:
         value = leaf.value
         if leaf.is_count and leaf.field in _COUNTS:
             counted = read.keys() & counted_by(state_leaves, leaf)
@@ -186,11 +183,6 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
 
 def _is_readable(leaf: StateLeaf) -> bool:
     return leaf.is_moment and leaf.field in _FIELDS
-
-
-def _tracked(state_leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
-    large = nbytes(state) >= LARGE_BYTES
-    return track(state_leaves, "moments", len(state_leaves), shown=large)
 
 
 def _warn_of_other_steps(

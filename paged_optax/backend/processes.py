@@ -11,7 +11,7 @@ import json
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax import Array
@@ -31,6 +31,7 @@ _numbers = itertools.count()
 _agreed: set[bytes] = set()
 
 
+@runtime_checkable
 class Store(Protocol):
     """The coordinator's key-value store."""
 

@@ -1,21 +1,14 @@
-"""Key paths, byte counts, tables and progress bars as text."""
+"""Key paths, byte counts and tables as text."""
 
 import fnmatch
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
 
 from paged_optax.backend.types import ArrayOrShape, KeyPath, Path
-
-T = TypeVar("T")
-
-#: Bytes from which a transfer gets a progress bar.
-LARGE_BYTES = 1 << 30
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KiB": 2**10,
@@ -123,21 +116,3 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table."""
     print(table(titles, rows))
-
-
-def track(items: Iterable[T], what: str, total: int, shown: bool = True) -> Iterator[T]:
-    """Yields the items, with a progress bar on a terminal if `shown`."""
-    if shown and sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import Progress
-        except ImportError:
-            pass
-        else:
-            with Progress(console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task(what, total=total)
-                for item in items:
-                    yield item
-                    bar.advance(task)
-            return
-    yield from items

@@ -318,10 +318,7 @@ def codes_per_word(codec: Codec | None, axis: int) -> int:
 
 def values_per_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the number of values in an entry of the codes, for each axis."""
-    packed = [1] * len(shape)
-    if isinstance(codec, Arranged) and codec.axis is not None:
-        packed[codec.axis] = codec.packed
-    return tuple(packed)
+    return tuple(codes_per_word(codec, axis) for axis in range(-len(shape), 0))
 
 
 @overload

@@ -55,33 +55,24 @@ def run_check(backend: str) -> None:
     geometry = cut(shape, (MomentFormat(4), MomentFormat(4)), rows * shape[1] * 4)
     update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     options = addressing_options(jax.local_devices()[0]) or None
+    jit = functools.partial(jax.jit, compiler_options=options)
     with jax.ensure_compile_time_eval():
         # As `init` makes moments, and as `update` reads and writes two of them.
         array = jnp.asarray(update)
-        filled = functools.partial(fill, geometry=geometry, dtype=array.dtype)
-        on_host = [
-            jax.jit(
-                functools.partial(filled, program=leaf.program),
-                compiler_options=options,
-            )((array,))
-            for (leaf,) in (
-                _leaf_updates(lambda update: (3 * update + 1,), shape),
-                _leaf_updates(lambda update: (5 * update + 2,), shape),
-            )
+        fill_pages = functools.partial(fill, geometry=geometry, dtype=array.dtype)
+        starts = lambda update: (3 * update + 1,), lambda update: (5 * update + 2,)
+        programs = [_leaf_update(start, shape).program for start in starts]
+        moments = [
+            jit(functools.partial(fill_pages, program=x))((array,)) for x in programs
         ]
-        (leaf,) = _leaf_updates(
+        leaf = _leaf_update(
             lambda update, mu, nu: (nu - mu + update, mu + update, nu - update), shape
         )
-        arrays = (array, *on_host)
-        program = LeafProgram(
-            leaf.program,
-            tuple(leaf.inputs.index(i) for i in leaf.outputs),
-            (None,) * len(arrays),
-        )
+        arrays = (array, *moments)
+        overwrites = tuple(leaf.inputs.index(i) for i in leaf.outputs)
+        program = LeafProgram(leaf.program, overwrites, (None,) * len(arrays))
         update_of = functools.partial(stream, leaf=program, geometry=geometry)
-        (results,) = jax.jit(update_of, compiler_options=options)(
-            (tuple(arrays[i] for i in leaf.inputs),)
-        )
+        (results,) = jit(update_of)((tuple(arrays[i] for i in leaf.inputs),))
     mu, nu = 3 * update + 1, 5 * update + 2
     expected = (nu - mu + update, mu + update, nu - update)
     names = ("update", "first moment", "second moment")
@@ -96,12 +87,11 @@ def run_check(backend: str) -> None:
             )
 
 
-def _leaf_updates(
+def _leaf_update(
     function: Callable[..., tuple[Array, ...]], shape: tuple[int, ...]
-) -> tuple[LeafUpdate, ...]:
+) -> LeafUpdate:
     count = len(inspect.signature(function).parameters)
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)] * count
-    closed, _ = trace(function, *arguments)
+    closed, _ = trace(function, *[jax.ShapeDtypeStruct(shape, jnp.float32)] * count)
     owners = [0, *[None] * (count - 1)]
-    analysis, _ = analyse(closed, owners, owners, str)
-    return analysis.leaf_updates
+    (leaf,) = analyse(closed, owners, owners, str)[0].leaf_updates
+    return leaf

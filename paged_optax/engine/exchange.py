@@ -183,15 +183,12 @@ class Exchange:
             GPU_HAS_STREAMS_BY_DIRECTION or count == 1
         ):
             return [halves, (halves[1], halves[0])]
-        if count == 1:
-            others = exchanged[1:] + exchanged[:1]
-            return [
-                ([(p, 0)], [(q, 0)]) for p, q in zip(exchanged, others, strict=True)
-            ]
+        following = dict(zip(exchanged, exchanged[1:] + exchanged[:1], strict=True))
+        other = lambda p, leaf: (
+            (following[p], 0) if count == 1 else (p, (leaf + count // 2) % count)
+        )
         return [
-            ([(p, leaf)], [(p, (leaf + count // 2) % count)])
-            for p in exchanged
-            for leaf in range(count)
+            ([(p, leaf)], [other(p, leaf)]) for p in exchanged for leaf in range(count)
         ]
 
 

@@ -156,21 +156,6 @@ class Shards:
             scales = spec_of_axes([names, first] if self.has_rows else [first])
         return Quantized(self.spec, scales)
 
-    def typed(
-        self,
-        codec: Codec,
-        stored: PyTree[jax.ShapeDtypeStruct],
-        local: tuple[int, ...],
-    ) -> PyTree[jax.ShapeDtypeStruct]:
-        """Returns the encoded form of a leaf, with its shardings."""
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
-            ),
-            stored,
-            self.spec_of(codec, stored, local),
-        )
-
 
 def on_shards(
     function: Callable[..., Sequence[PyTree[Array]]],

@@ -15,7 +15,7 @@ from jaxtyping import Int, PyTree
 from paged_optax.analysis.program import Operand
 from paged_optax.backend.types import shape_dtype
 from paged_optax.splitting.dependence import aval_of, producers_of
-from paged_optax.splitting.numbered import Member, Stack, split_names
+from paged_optax.splitting.numbered import Stack, split_names
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
@@ -96,12 +96,15 @@ class Functions:
 
     def layer(
         self,
-        weights: Callable[[Member], Array],
+        weights: Sequence[PyTree],
         x: Sequence[Array],
         context: PyTree,
         i: Int[Array, ""],
     ) -> tuple[list[Array], list[Array]]:
-        """Computes the next layer's input, and the values kept for the epilogue."""
+        """Computes the next layer's input, and the values kept for the epilogue.
+
+        `weights` are a layer's trained parameters, and its frozen ones, if any.
+        """
         pieces = self.pieces
 
         def run(kind: LayerKind) -> Callable[..., tuple[list[Array], list[Array]]]:
@@ -116,7 +119,7 @@ class Functions:
     def _layer(
         self,
         kind: LayerKind,
-        weights: Callable[[Member], Array],
+        weights: Sequence[PyTree],
         x: Sequence[Array],
         context: PyTree,
         i: Int[Array, ""],
@@ -125,8 +128,8 @@ class Functions:
         arguments: list[ArrayLike] = []
         for role in kind.roles:
             match role:
-                case Weight(member):
-                    arguments.append(weights(member))
+                case Weight((is_frozen, names)):
+                    arguments += unnested(weights[is_frozen], [names])
                 case Carried(slot):
                     arguments.append(x[slot])
                 case Fixed(value):
@@ -184,7 +187,7 @@ class SplitFunctions:
     def of(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
         """Splits a loss for a first batch, which determines the layers."""
         batch = jax.tree.map(shape_dtype, batch)
-        jaxpr, split = loss.jaxpr(batch), loss.split(batch)
+        jaxpr, split = loss.traced(batch).jaxpr, loss.split(batch)
         results = split, Functions.of(split.pieces)
         return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
 
@@ -233,14 +236,7 @@ class SplitFunctions:
     ) -> tuple[list[Array], list[Array]]:
         """Computes the next layer's input, and the values kept for the epilogue."""
         *frozen, x, (functions, context), i = others
-        trees = weights, *frozen
-
-        def weight(member: Member) -> Array:
-            is_frozen, names = member
-            (leaf,) = unnested(trees[is_frozen], [names])
-            return leaf
-
-        return functions.layer(weight, x, context, i)
+        return functions.layer((weights, *frozen), x, context, i)
 
     def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
         """Computes the result of the loss."""
@@ -254,7 +250,7 @@ class SplitFunctions:
         """Splits the loss for a batch of these types, or reads it from the cache."""
         batch = jax.tree.map(shape_dtype, batch)
         try:
-            jaxpr = self.loss.jaxpr(batch)
+            jaxpr = self.loss.traced(batch).jaxpr
         except Exception as error:
             shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
             if shapes(batch) == shapes(self.batch):

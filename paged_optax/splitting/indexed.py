@@ -137,8 +137,7 @@ def slices(
             (leaves[n][0], leaves[n][1][len(common) :]): Stack((n,), axis)
             for n, axis in axes.items()
         }
-        stacks = relabeled(stacks, flat.avals)
-        name = "/".join(common)
+        name, stacks = "/".join(common), relabeled(stacks, flat.avals)
         shown = f"{name or 'stacks'}, by their numbers"
         results.append(Candidate(name, shown, stacks, length, bool(within)))
     return results

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import jax
 from jax.core import ShapedArray
 
 from paged_optax.analysis.program import Equation
@@ -15,6 +16,9 @@ from paged_optax.backend.types import KeyPath
 
 #: Names of a path's keys. A key such as "decoder/h_0" or "layers.0" has two.
 Names = tuple[str, ...]
+
+#: A parameter's shape and dtype.
+Aval = ShapedArray | jax.ShapeDtypeStruct
 
 #: Identifies a parameter within its layer: whether it is frozen, and its names.
 Member = tuple[bool, Names]
@@ -46,7 +50,7 @@ class Candidate:
         """The numbers of the layers' parameters."""
         return {n for stack in self.stacks.values() for n in stack.leaves}
 
-    def nbytes(self, avals: Sequence[ShapedArray]) -> int:
+    def nbytes(self, avals: Sequence[Aval]) -> int:
         """Bytes of the layers' parameters."""
         return nbytes([avals[n] for n in self.leaves])
 
@@ -60,7 +64,7 @@ class Candidate:
 
 
 def relabeled(
-    stacks: Mapping[Member, Stack], avals: Sequence[ShapedArray]
+    stacks: Mapping[Member, Stack], avals: Sequence[Aval]
 ) -> dict[Member, Stack]:
     """Renames numbered parts of a layer that could be mistaken for layers.
 
@@ -108,7 +112,7 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
 
 
 def numbered(
-    leaves: Sequence[tuple[bool, Names]], avals: Sequence[ShapedArray]
+    leaves: Sequence[tuple[bool, Names]], avals: Sequence[Aval]
 ) -> list[Candidate]:
     """Returns all lists of equal subtrees.
 
@@ -198,7 +202,7 @@ def _groups(
 
 
 def _longest_run(
-    members: Sequence[Mapping[Member, int]], avals: Sequence[ShapedArray]
+    members: Sequence[Mapping[Member, int]], avals: Sequence[Aval]
 ) -> list[dict[Member, int]]:
     """The longest run of equal subtrees, or of equal groups of subtrees.
 

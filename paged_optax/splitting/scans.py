@@ -64,8 +64,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Candidate]:
             frozen, path = leaves[x.leaf]
             # The scanned axis is the leading one, after any transposition.
             stacks[frozen, path[len(common) :]] = Stack((x.leaf,), x.axes[0])
-        stacks = relabeled(stacks, flat.avals)
-        name = "/".join(common)
+        name, stacks = "/".join(common), relabeled(stacks, flat.avals)
         shown = f"{name or 'stacks'}, a scan"
         results.append(Candidate(name, shown, stacks, length, scan=equation))
     return results

@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import Flat, trace
+from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import keystr
@@ -86,17 +86,15 @@ class Loss:
         """Numbered layers among the parameters."""
         return numbered(self.leaves, jax.tree.leaves((self.params, self.frozen)))
 
-    def _arguments(self, batch: PyTree) -> tuple[PyTree, ...]:
+    def traced(self, batch: PyTree[jax.ShapeDtypeStruct]) -> jax.stages.Traced:
+        """JAX's trace; its jaxpr is cached for equal types, mesh and settings."""
         frozen = () if self.frozen is None else (self.frozen,)
-        return self.params, *frozen, batch
-
-    def jaxpr(self, batch: PyTree[jax.ShapeDtypeStruct]) -> core.ClosedJaxpr:
-        """JAX's cached jaxpr, identical for equal types, mesh and settings."""
         try:
             with without(), without_explicit_axes():
-                return self.function.trace(*self._arguments(batch)).jaxpr
+                return self.function.trace(self.params, *frozen, batch)
         except Exception as error:
-            if dataclasses.replace(self, params=batch).lists and not self.lists:
+            swapped = dataclasses.replace(self, params=batch).lists and not self.lists
+            if swapped and nbytes(batch) > nbytes(self.params):
                 raise TypeError(
                     "params has no layers, and batch has. Parameters precede the batch:"
                     " split_layers(loss, params, batch)."
@@ -119,8 +117,8 @@ class Loss:
           batch: The types of a batch.
           first: The layers for another batch, whose stacks are required, or None.
         """
-        with without():
-            closed, shapes = trace(self.function, *self._arguments(batch))
+        traced = self.traced(batch)
+        closed, shapes = traced.jaxpr, traced.out_info
         refuse_no_loss("loss", shapes)
         _refuse_effects(closed.jaxpr)
         self._warn_of_repeated(closed.jaxpr)
@@ -309,14 +307,12 @@ def _refuse_other_stacks(first: Candidate, layers: Candidate) -> None:
     if layers.stacks == first.stacks:
         return
     known, each = (next(iter(x.stacks.values())).leaves for x in (first, layers))
-    other = "other parameters than"
-    if sorted(known) == sorted(each) and known != each:
-        other = f"its layers in the order {[known.index(n) for n in each]} of"
+    order = [known.index(n) if n in known else f"leaf {n}" for n in each]
     raise SplitError(
-        f"loss takes {other} the stacks of {first.shown}, for parameters and a batch of"
-        " these types. The batch of split_layers determines the stacks. Call"
-        " split_layers with such a batch for a second model, and stack parameters with"
-        " that model; or use the layers in one order."
+        f"loss takes its layers in the order {order} of the stacks of {first.shown},"
+        " for parameters and a batch of these types. The batch of split_layers"
+        " determines the stacks. Call split_layers with such a batch for a second"
+        " model, and stack parameters with that model; or use the layers in one order."
     )
 
 

@@ -81,15 +81,11 @@ def gates_of(active: PyTree, updates: PyTree) -> list[Gate] | None:
     ambient = current().gate
     if active is None and ambient is True:
         return None
+    gate_of = lambda path, gate: and_gates(ambient, _gate(path, gate))
     active = True if active is None else active
-    gates: list[Gate] = []
-
-    def spread(path: KeyPath, gate: object, subtree: PyTree) -> None:
-        gate = and_gates(ambient, _gate(path, gate))
-        gates.extend([gate] * len(jax.tree.leaves(subtree)))
-
+    gate_tree = jax.tree_util.tree_map_with_path(gate_of, active)
     try:
-        jax.tree_util.tree_map_with_path(spread, active, updates)
+        gates = jax.tree.leaves(jax.tree.broadcast(gate_tree, updates))
     except ValueError as error:
         raise ValueError(
             f"active={jax.tree.structure(active)} is neither a bool nor a tree of bools"

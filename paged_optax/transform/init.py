@@ -105,7 +105,8 @@ def _new_state(
     seen = paged.known.see(paths, leaves, metadata)
     # Over automatic axes the types of a traced step's arrays have no sharding: `update`
     # needs the ones that `init` sees.
-    state = NewState.of(paged, params, list(map(_place_of_moments, leaves, seen)))
+    places = list(map(_place_of_moments, leaves, seen, metadata))
+    state = NewState.of(paged, params, places)
     layout = state.layout
     if visit is not None:
         visit(state)
@@ -128,15 +129,18 @@ def _new_state(
     return layout.build(arrays)
 
 
-def _place_of_moments(x: Parameter, seen: MomentShards | None) -> NamedSharding | None:
+def _place_of_moments(
+    x: Parameter, seen: MomentShards | None, metadata: NamedSharding | None
+) -> NamedSharding | None:
     """Returns the sharding of moments that are divided apart from their parameter."""
     if seen is None or seen.shards is None or not seen.apart:
         return None
+    spec = seen.shards.spec if metadata is None else metadata.spec
     typed = jax.typeof(x).sharding
     # On explicit axes a traced parameter's type has the mesh.
     on_axes = is_traced(x) and is_explicit(typed)
     mesh = typed.mesh if on_axes else seen.shards.mesh
-    return NamedSharding(mesh, seen.shards.spec)
+    return NamedSharding(mesh, spec)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

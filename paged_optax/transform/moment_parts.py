@@ -66,14 +66,18 @@ def kinds_of(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
 
     If shards are no ranges of the flattened moment, its scales have a row for each.
     """
-    codes, *scales = jax.tree.leaves(stored)
     flat = lambda shape: shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
-    return [(codes.shape, codes.dtype), *((flat(x.shape), x.dtype) for x in scales)]
+    return [
+        (flat(x.shape) if number else x.shape, x.dtype)
+        for number, x in enumerate(jax.tree.leaves(stored))
+    ]
 
 
 def reshaped_like(x: ArrayOrShape, like: ArrayOrShape) -> ArrayOrShape:
     """Returns an array in the shape of another: scales with or without a row."""
-    return x if x.shape == like.shape else x.reshape(like.shape)
+    if x.shape == like.shape or isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return x.reshape(like.shape)
 
 
 def as_results(

@@ -121,24 +121,26 @@ def recorded(
 @contextlib.contextmanager
 def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
     """Yields shapes of parameters on explicit axes, whose types have shardings."""
-    meshes = []
-
-    def typed(x: ArrayOrShape) -> jax.ShapeDtypeStruct:
-        shards = Shards.of_array(x)
-        if shards is None:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        names = shards.mesh.axis_names
-        types = (AxisType.Explicit,) * len(names)
-        meshes.append(AbstractMesh(shards.mesh.axis_sizes, names, axis_types=types))
-        sharding = NamedSharding(meshes[-1], shards.spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    shapes = jax.tree.map(typed, params)
-    if not meshes:
-        yield shapes
-        return
-    with jax.sharding.use_abstract_mesh(meshes[0]):
-        yield shapes
+    leaves, structure = jax.tree.flatten(params)
+    divided = [x and x.sharding for x in map(Shards.of_array, leaves)]
+    explicit = lambda mesh: AbstractMesh(
+        mesh.axis_sizes,
+        mesh.axis_names,
+        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
+    )
+    places = [x and NamedSharding(explicit(x.mesh), x.spec) for x in divided]
+    meshes = [explicit(x.mesh) for x in divided if x is not None]
+    typed = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for x, place in zip(leaves, places, strict=True)
+    ]
+    on_mesh = (
+        jax.sharding.use_abstract_mesh(meshes[0])
+        if meshes
+        else contextlib.nullcontext()
+    )
+    with on_mesh:
+        yield structure.unflatten(typed)
 
 
 _WHOLE = (

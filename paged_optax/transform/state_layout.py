@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
@@ -93,9 +94,15 @@ class StoredLeaf:
         if self.codec is None:
             alike = parameter is not None and parameter.shape == self.aval.shape
             return parameter if alike else None
-        if self.shards is None:
-            return jax.tree.map(lambda _: None, self.stored)
-        return self.shards.typed(self.codec, self.stored, self.local)
+        shards, stored = self.shards, self.stored
+        if shards is None:
+            return jax.tree.map(lambda _: None, stored)
+        typed = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(shards.mesh, spec)
+        )
+        return jax.tree.map(
+            typed, stored, shards.spec_of(self.codec, stored, self.local)
+        )
 
     @property
     def codes_field(self) -> str:
@@ -172,9 +179,10 @@ class StateLayout:
 
         def leaf(position: int) -> StoredLeaf:
             owner, x, codec = owners[position], avals[position], codecs[position]
-            shards = None if owner is None else parameter_shards[owner]
-            if owner is None or x.shape != parameters[owner].shape:
-                shards = None  # such as factored moments
+            shards = None
+            # Moments of other shapes, such as factored ones, are undivided.
+            if owner is not None and x.shape == parameters[owner].shape:
+                shards = parameter_shards[owner]
             if codec is not None:
                 # XLA:TPU slices no bytes in host memory: codes share words of 32 bits.
                 # Words and scales are arranged to shard as the moment does.
@@ -253,7 +261,7 @@ class StateLayout:
 
     def seen(self, arrays: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
         """Returns the transformation's own state, with shapes for coded leaves."""
-        seen = [
+        seen: list[PyTree] = [
             x if leaf.codec is None else shape_dtype(leaf.aval, x)
             for leaf, x in zip(self.leaves, arrays, strict=True)
         ]

@@ -173,18 +173,17 @@ class Update:
             extra_args = as_pure(extra_args)
         gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
         check_arguments(gradients, moments, params)
-
-        def pending_update(gradients: PyTree, params: PyTree) -> PendingUpdate:
-            arguments = gradients, moments, params
-            layout, leaves = paged.take_apart(*arguments)
-            return PendingUpdate(paged, *arguments, extra_args, layout, leaves)
-
-        if context.visitor is not None and context.visitor.update is not None:
-            new = context.visitor.update(pending_update(gradients, params))
+        visit = context.visitor and context.visitor.update
+        if visit is None:
+            paged.warn_of_mistyped(moments)
+            if params is not None:
+                refuse_different(gradients, params)
+        arguments = as_arrays(gradients), moments, as_arrays(params)
+        layout, leaves = paged.take_apart(*arguments)
+        pending = PendingUpdate(paged, *arguments, extra_args, layout, leaves)
+        if visit is not None:
+            new = visit(pending)
             return unflatten_like(updates, new[0]), new[1]
-        paged.warn_of_mistyped(moments)
-        if params is not None:
-            refuse_different(gradients, params)
         gates, restart = gates_of(as_pure(active), gradients), context.restart
         # One tracer may be the gate of all gradients. If it were passed once for each,
         # `jax.jit` would make distinct tracers of it.
@@ -195,10 +194,9 @@ class Update:
         # A restart decides which moments move, and is traced too: it is among both.
         extra = {"restart": restart, "extra_args": extra_args}
         extras, static = arrays_and_rest(extra)
-        pending = pending_update(as_arrays(gradients), as_arrays(params))
         # Traced at each call, for `inner` may read more than its arguments.
         analysis, constants = pending.trace(extras, static)
-        first = pending.layout.parameters.num_leaves
+        first = layout.parameters.num_leaves
         # Values that vary in a moment's place may make others vary: repeat.
         while in_shard_map() and (
             new := as_results(analysis, pending.buffers, gates or (), restart)
@@ -221,7 +219,7 @@ class Update:
             warn_of_options(pending.leaves)
             run = self._streamed
         try:
-            traced = Traced(analysis, gating, gate_numbers, pending.layout)
+            traced = Traced(analysis, gating, gate_numbers, layout)
             new = run(*arguments, traced=traced)
         except ValueError as error:
             note_elsewhere(error)

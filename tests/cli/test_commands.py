@@ -1,6 +1,5 @@
 """`python -m paged_optax`: what it prints."""
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -224,38 +223,3 @@ def test_a_link_that_loses_values_is_reported(monkeypatch):
     monkeypatch.setattr(machine, "whole", lambda to, *arrays: arrays[len(to) :])
     first = next(machine.measure(16 << 20, 1))
     assert "are not those that were sent" in first.reason
-
-
-TERMINAL = """
-from paged_optax.backend.text import print_table, track
-
-print_table(("name", "bytes"), [("[w]", "3 GiB")])
-print(list(track(range(3), "counting", 3)))
-"""
-
-
-def shown_by(terminal):
-    """All that a terminal shows, which gives it in parts, and fails at its end."""
-    with contextlib.suppress(OSError):
-        while part := os.read(terminal, 1 << 16):
-            yield part
-
-
-@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
-def test_on_a_terminal(rich):
-    """Tables, and a bar for a loop."""
-    pty = pytest.importorskip("pty")
-    hide = "" if rich else "import sys; sys.modules['rich'] = None\n"
-    ours, theirs = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", hide + TERMINAL],
-        stdout=theirs,
-        stderr=theirs,
-        cwd=ROOT,
-    )
-    os.close(theirs)
-    text = b"".join(shown_by(ours)).decode()
-    os.close(ours)
-    assert child.wait() == 0, text
-    assert "[w]" in text and "3 GiB" in text and "[0, 1, 2]" in text
-    assert ("counting" in text and "100%" in text) == rich

@@ -398,5 +398,3 @@ def test_mistakes_with_frozen_parameters():
     model = po.split_layers(*plain)
     with pytest.raises(TypeError, match="given none: split the loss again"):
         model.loss(model.stack(plain[1]), fixed, batch)
-    with pytest.raises(TypeError, match="no LayerwiseModel"):
-        po.layerwise_step(loss, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
