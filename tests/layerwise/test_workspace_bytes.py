@@ -145,7 +145,7 @@ def test_addresses_on_h200(weights_on_host, host_dtype):
     one before, and weights of the one before that.
     """
     model = decoder.Decoder(
-        hidden=1024, query=1024, key=512, inner=2816, layers=8, vocabulary=4096
+        hidden=1024, query=1024, key=384, inner=2816, layers=8, vocabulary=4096
     )
     build = decoder.layerwise(
         model,
