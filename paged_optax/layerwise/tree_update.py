@@ -31,6 +31,7 @@ from paged_optax.layerwise.layer_tree import (
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.same_updates import SameUpdates
 from paged_optax.layerwise.slices import LayerIndex
+from paged_optax.layerwise.weights import on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import UNPAGED, current, within
 
@@ -183,8 +184,9 @@ class TreeUpdate:
         """Updates all layers of one kind with `jax.vmap`."""
         numbers = np.asarray(layers, np.int32)
         owners = zip(self.layered.state, self.layered.owners, strict=True)
-        # Counts and rates, which belong to no parameter.
+        # Counts, rates and coefficients, which belong to no parameter.
         shared = [x if owner is None else None for x, owner in owners]
+        shared = jax.tree.map(on_device, shared)
         trees = list(updates), list(state), list(params)
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)

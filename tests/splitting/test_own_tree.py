@@ -306,3 +306,22 @@ def test_a_codec_of_one_layer_is_refused(codec):
     for make in (lambda: model.init(tx, stacked), lambda: model.stack_state(state)):
         with pytest.raises(ValueError, match="layer 1 is stored as .* of layer 0 as"):
             make()
+
+
+def test_coefficients_in_host_memory():
+    """Muon's are paged too, and the layers' small matrices are updated together."""
+    layers = [{"w": normal(i, 5, 5)} for i in range(3)]
+
+    def loss(params, batch):
+        for layer in params["layers"]:
+            batch = batch + jnp.tanh(batch @ layer["w"])
+        return jnp.mean(batch**2)
+
+    params, batch = {"layers": layers}, normal(9, 4, 5)
+    tx = po.paged(optax.contrib.muon(1e-2), **PAGED)
+    model = po.split_layers(loss, params, batch)
+    stacks = model.stack(params)
+    args = stacks, model.init(tx, stacks), model.workspace(stacks), batch
+    stacks, *_ = jax.jit(po.layerwise_step(model, tx))(*args)
+    updates, _ = tx.update(jax.grad(loss)(params, batch), tx.init(params), params)
+    assert farthest(model.unstack(stacks), optax.apply_updates(params, updates)) < 2e-6
