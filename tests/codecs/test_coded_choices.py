@@ -99,7 +99,6 @@ def test_squares_of_ones_own(codec):
         ({"numu": "bfloat16"}, ("'numu'", "mu, nu", "(w,")),
         (DynamicInt8(signed=False), ("signed=False", "'mu'")),
         (3, ("codec=3",)),
-        ({1: "bfloat16"}, ("key 1",)),
     ],
     ids=str,
 )
