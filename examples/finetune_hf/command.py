@@ -58,6 +58,7 @@ def train(run: Run) -> None:
     print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
     there = f"{host / 2**30:.1f} GiB of host memory"
     print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
+    report = reporter(run.args.report_to, vars(run.args))
     start = store.latest() or 0
     carry = store.restore(start, run.target()) if start else run.carry()
     store.begin()
@@ -68,7 +69,6 @@ def train(run: Run) -> None:
     asked = asked_to_stop()
     given = itertools.islice(run.batches(), start, run.steps)
     shows = progress(run.steps, start, run.args.log_every)
-    report = reporter(run.args.report_to, vars(run.args))
     with store.losses(start) as note, shows as shown:
         for number, batch in enumerate(given, start + 1):
             began = time.perf_counter()

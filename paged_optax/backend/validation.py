@@ -117,12 +117,6 @@ def check_enabled_bits(name: str, dtype: DTypeLike) -> None:
         )
 
 
-def check_bool(name: str, value: object) -> None:
-    """Raises unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={brief(value)}: pass True or False.")
-
-
 def parameter_dtype(name: str, value: DTypeLike) -> np.dtype:
     """Returns the dtype of parameters that an argument names."""
     result = jnp.dtype(value)

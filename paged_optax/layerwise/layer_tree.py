@@ -34,7 +34,7 @@ Members = LayerNumbers | int
 #: Combines the leaves of all layers; None stands for a layer without the leaf.
 Together = Callable[[Sequence[PyTree | None]], PyTree]
 
-#: Converts an own leaf, given its number; and leaves of layers never.
+#: Converts a leaf that is no layer's, given its number in the own tree.
 Each = Callable[[int, PyTree], PyTree]
 
 

@@ -100,23 +100,20 @@ class Stacking:
 
     def stacked_state(self, state: PyTree) -> PyTree:
         """Converts a state of the tree to a state of the stacks."""
-        if not self.has_stacks:
-            return self.tree.stack(state, stack_moments)
-        return self.tree.stack(
-            state, stack_moments, self._moved(lambda x, axis: stack_leaves([x], axis))
-        )
+        first = lambda x, axis: stack_leaves([x], axis)
+        return self.tree.stack(state, stack_moments, self._moved(first))
 
     def unstacked_state(self, state: PyTree) -> PyTree:
         """Converts a state of the stacks to a state of the tree."""
-        if not self.has_stacks:
-            return self.tree.unstack(state, lambda x: unstack_leaf(x, self.tree.length))
-        back = lambda x, axis: unstack_leaf(x, 0, axis)[0]
-        return self.tree.unstack(state, list, self._moved(back))
+        tree = self.tree
+        apart = lambda x: unstack_leaf(x, tree.length)
+        back = lambda x, axis: unstack_leaf(x, 1, axis)[0]
+        return tree.unstack(state, apart, self._moved(back))
 
     def _moved(
         self, move: Callable[[Shaped, int], Shaped]
     ) -> Callable[[int, PyTree], PyTree]:
-        """Moves the layers' axis of a moment, given the number of its parameter."""
+        """Moves the layers' axis of a stack's moment, given its parameter's number."""
         names = dict(enumerate(self.shapes))
         axes = {x.leaves[0]: x.axis for x in self.layers.values()}
 
