@@ -16,7 +16,8 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.types import ArrayOrShape, is_traced
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import ArrayOrShape, KeyPath, is_traced
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -26,6 +27,16 @@ def as_pure(tree: PyTree) -> PyTree:
     """Returns a tree without its variables."""
     nnx = sys.modules.get("flax.nnx")  # without it there are no variables
     return tree if nnx is None else nnx.as_pure(tree)
+
+
+def running_statistics(tree: PyTree) -> Iterator[tuple[KeyPath, ArrayOrShape]]:
+    """Yields leaves of NNX's `BatchStat`s and of Linen's `batch_stats`, with paths."""
+    nnx = sys.modules.get("flax.nnx")
+    flat = jax.tree_util.tree_leaves_with_path
+    is_variable = lambda x: nnx is not None and isinstance(x, nnx.Variable)
+    for path, x in flat(tree, is_leaf=is_variable):
+        if "batch_stats" in keystr(path) or (nnx and isinstance(x, nnx.BatchStat)):
+            yield from ((path + inner, leaf) for inner, leaf in flat(x))
 
 
 def unflatten_like(tree: PyTree, new: PyTree) -> PyTree:

@@ -24,5 +24,13 @@ def warn_user(message: str) -> None:
     )
 
 
+def called_by(module: str) -> bool:
+    """True if a function of `module` is on the call stack."""
+    frame = inspect.currentframe()
+    while frame and _module(frame) != module:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")

@@ -28,6 +28,7 @@ from paged_optax.layerwise.layer_tree import (
 )
 from paged_optax.layerwise.same_updates import CrossLayerError, Roles
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
+from paged_optax.layerwise.weights import host_like
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.context import within
@@ -68,7 +69,11 @@ def _filled(
     """Computes the leaves outside the layers, then those of each layer."""
     new = layers.state(None, [m for m in numbers if isinstance(m, int)])
     like, structure = jax.tree.flatten(types, is_leaf=is_stored)
-    state = [new[m] if isinstance(m, int) else None for m in numbers]
+    # Alone, a vector that is paged with the layers' vectors would stay on the device.
+    state = [
+        host_like(new[m], like[n]) if isinstance(m, int) else None
+        for n, m in enumerate(numbers)
+    ]
     write = jax.jit(write_slice, donate_argnums=0)
     for i in range(layers.tree.length):
         at = {n: m[i] for n, m in enumerate(numbers) if not isinstance(m, int)}

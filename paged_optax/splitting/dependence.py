@@ -4,9 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
-
-from jax.extend import core
+from collections.abc import Iterable, Mapping, Sequence
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
@@ -167,34 +165,6 @@ def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
             needed.add(n)
             stack += flat.equations[n].numbers
     return tuple(sorted(needed))
-
-
-def repeated_keys(
-    jaxpr: core.Jaxpr, sources: Sequence[Set[int | None]]
-) -> set[int | None]:
-    """Returns the sources of random numbers that depend on no other source.
-
-    Args:
-      jaxpr: A function.
-      sources: The sources of each argument; None marks an argument that may change.
-    """
-    repeated = set[int | None]()
-    known = dict(zip(jaxpr.invars, sources, strict=True))
-    for eqn in jaxpr.eqns:
-        each = [
-            set() if isinstance(x, core.Literal) else known.get(x, set())
-            for x in eqn.invars
-        ]
-        union = set().union(*each)
-        if eqn.primitive.name in ("random_bits", "random_gamma") and None not in union:
-            repeated |= union
-        for inner in core.jaxprs_in_params(eqn.params):
-            # Calls, branches and loop bodies take the last operands.
-            count = len(inner.invars)
-            last = each[-count:] if 0 < count <= len(each) else [union] * count
-            repeated |= repeated_keys(inner, last)
-        known.update(dict.fromkeys(eqn.outvars, union))
-    return repeated
 
 
 def _pure(

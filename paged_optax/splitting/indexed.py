@@ -251,7 +251,7 @@ def used_whole(layers: Candidate, equation: Equation | None) -> SplitError:
     if equation is None:
         return SplitError(
             f"the loss returns the stacked parameters of {layers.name}. Return a value"
-            " computed from them, such as a norm."
+            " computed from them, such as a norm, and pass state in the batch."
         )
     return SplitError(
         f"the stacked parameters of {layers.name or 'all layers'} are used whole at"

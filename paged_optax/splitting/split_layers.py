@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import running_statistics
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import shape_dtype
 from paged_optax.backend.validation import (
@@ -21,8 +22,9 @@ from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.weights import Frozen
+from paged_optax.splitting.frozen_state import STATE_RECIPE
 from paged_optax.splitting.functions import SplitFunctions
-from paged_optax.splitting.split_loss import RESEED, Loss
+from paged_optax.splitting.split_loss import Loss
 from paged_optax.splitting.summary import summary
 
 
@@ -98,7 +100,7 @@ def split_layers(
     """
     check_function("loss", loss)
     check_arrays("params", params)
-    _refuse_integers(params)
+    _refuse_state(params)
     # Keep types and no arrays: the loss is traced again for other types.
     params, frozen = jax.tree.map(shape_dtype, (params, frozen))
     # A new function, because values that `loss` closes over may have changed.
@@ -235,13 +237,19 @@ class SplitModel(LayerwiseModel):
         return summary(self._functions.loss, self._functions.split)
 
 
-def _refuse_integers(params: PyTree) -> None:
+def _refuse_state(params: PyTree) -> None:
+    """Raises if a parameter is an integer, a key or a running statistic."""
+    for path, _ in running_statistics(params):
+        raise TypeError(
+            f"params{keystr(path)} is a running statistic, which no gradient trains."
+            f" {STATE_RECIPE}"
+        )
     without_gradient = list(nondifferentiable(params))
     if not without_gradient:
         return
     path, x = without_gradient[0]
     random = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == jnp.uint32
-    words = f" Frozen, a count or key is the same in each step. {RESEED}" * random
+    words = f" Frozen, a count or key is the same in each step. {STATE_RECIPE}" * random
     if len(without_gradient) == len(jax.tree.leaves(params)):
         words = " Parameters precede the batch: split_layers(loss, params, batch)."
     raise TypeError(

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
@@ -13,9 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.text import keystr
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.backend.user_warnings import warn_user
 from paged_optax.layerwise.loss import refuse_no_loss
 from paged_optax.splitting.assembly import assembled
 from paged_optax.splitting.cuts import Cuts
@@ -23,9 +20,9 @@ from paged_optax.splitting.dependence import (
     Depends,
     SplitError,
     line_of,
-    repeated_keys,
     values_of,
 )
+from paged_optax.splitting.frozen_state import warn_of_lost_state
 from paged_optax.splitting.indexed import by_layer, slices
 from paged_optax.splitting.numbered import (
     Candidate,
@@ -39,13 +36,6 @@ from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scans import scanned_pieces, scans
 from paged_optax.splitting.stages import Stages
 from paged_optax.transform.context import without
-
-#: Advice for new random numbers in each step.
-RESEED = (
-    "Put a key in the batch, and begin the loss with nnx.reseed(model,"
-    " dropout=batch['key']), with the streams' names (default for nnx.Rngs(0)); or"
-    " fold it into the frozen key."
-)
 
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
 
@@ -121,10 +111,10 @@ class Loss:
         closed, shapes = traced.jaxpr, traced.out_info
         refuse_no_loss("loss", shapes)
         _refuse_effects(closed.jaxpr)
-        self._warn_of_repeated(closed.jaxpr)
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         lists, leaves = self.lists, self.leaves
         inlined = Flat(closed, derivatives=False)
+        warn_of_lost_state(inlined, len(jax.tree.leaves(self.params)), self.frozen)
         known = [*scans(flat, leaves), *slices(inlined, leaves, lists), *lists]
         known.sort(key=lambda x: -x.nbytes(flat.avals))
         candidates = self._named(known)
@@ -173,23 +163,6 @@ class Loss:
                 f" {_BY_HAND}"
             )
         return [x for x in candidates if (x.name or "*") in chosen]
-
-    def _warn_of_repeated(self, jaxpr: core.Jaxpr) -> None:
-        frozen = jax.tree_util.tree_leaves_with_path(self.frozen)
-        start = len(jax.tree.leaves(self.params))
-        sources = [
-            {n if 0 <= n < len(frozen) else None}
-            for n in range(-start, len(jaxpr.invars) - start)
-        ]
-        repeated = repeated_keys(jaxpr, sources)
-        for n, (path, x) in enumerate(frozen):
-            if n in repeated and not jnp.issubdtype(x.dtype, jnp.inexact):
-                warn_user(
-                    f"the loss draws random numbers, such as dropout masks, from"
-                    f" frozen{keystr(path)}, a count or key that no step changes. They"
-                    f" are the same in each step. {RESEED}"
-                )
-                return
 
 
 def _split(

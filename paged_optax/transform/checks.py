@@ -15,6 +15,7 @@ from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, shape_dtype
+from paged_optax.backend.user_warnings import called_by, warn_user
 from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized
 from paged_optax.transform.context import current, within
@@ -81,6 +82,17 @@ def refuse_host(what: str, tree: PyTree) -> None:
                 " use jax.device_put(x, jax.memory.Space.Device). The gradient of a"
                 " parameter in host memory is there too: mend the parameter."
             )
+
+
+def warn_of_multi_steps(state: Sequence[Value]) -> None:
+    """Warns if Optax's own `MultiSteps` traces an update of a state on the host."""
+    if called_by("optax.transforms._accumulation") and any(map(on_host, state)):
+        warn_user(
+            "optax.MultiSteps transfers the whole state in each micro-step, and selects"
+            " between the old and the new one: XLA copies a state in host memory whole"
+            " for it, or does not compile. Instead, use paged_optax.MultiSteps, which"
+            " takes the same arguments and gives the same numbers."
+        )
 
 
 def refuse_derivatives(arrays: Sequence[Value]) -> tuple[Value, ...]:

@@ -38,6 +38,7 @@ from paged_optax.transform.checks import (
     refuse_different,
     refuse_inside_paged,
     refuse_shared_counts,
+    warn_of_multi_steps,
 )
 from paged_optax.transform.context import current, without
 from paged_optax.transform.gates import any_gate, gates_of
@@ -217,6 +218,7 @@ class Update:
         run = self._jitted
         if is_traced(arguments):
             warn_of_options(pending.leaves)
+            warn_of_multi_steps(pending.leaves)
             run = self._streamed
         try:
             traced = Traced(analysis, gating, gate_numbers, layout)

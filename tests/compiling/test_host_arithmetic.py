@@ -37,6 +37,7 @@ def traced(tx, wrapper="", params=None):
     return jax.make_jaxpr(step)(params, tx.init(params), gradients)
 
 
+@pytest.mark.filterwarnings("ignore:optax.MultiSteps transfers")
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", SKIPPING)
 def test_optax_wrappers_are_warned_of_on_accelerators(name, platform):

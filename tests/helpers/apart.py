@@ -25,11 +25,13 @@ def process(script: str, flags: str) -> Iterator[Callable[[str], Any]]:
     path = os.pathsep.join(
         [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
     )
+    # Optax's wrappers around pages are cases too.
+    strict = ["-W", "error", "-W", "ignore:optax.MultiSteps transfers:UserWarning"]
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            [sys.executable, "-W", "error", script],
+            [sys.executable, *strict, script],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -128,6 +128,7 @@ def test_eager():
         train(po.paged(adamw(), **PAGES), **{**how, "steps": 2})
 
 
+@pytest.mark.filterwarnings("ignore:optax.MultiSteps transfers")
 @pytest.mark.quick("multi")
 @pytest.mark.parametrize("name", ["multi", "partition", "masked"])
 def test_around(name):

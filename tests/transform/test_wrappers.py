@@ -1,5 +1,6 @@
 """Wrappers keep their contract, see `helpers.wrapped`, and Optax's other promises."""
 
+import contextlib
 import functools
 
 import jax
@@ -37,6 +38,7 @@ def test_contract(outcome, case):
     assert outcome(case) == "kept"
 
 
+@pytest.mark.filterwarnings("ignore:optax.MultiSteps transfers")
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("of", [optax, po], ids=["optax", "po"])
 def test_has_updated_tells_the_micro_steps(of, jit):
@@ -58,6 +60,21 @@ def test_has_updated_tells_the_micro_steps(of, jit):
     assert seen == [False, False, True, False, False, True, False]
 
 
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_multi_steps_of_optax_is_warned_of(jit):
+    """Unless the whole state stays on the device."""
+    params, stay = arrays(shapes={"w": (70, 32)}), {"device_budget": None}
+    for paging, of in ((PAGING, optax), (PAGING, po), (stay, optax)):
+        tx = of.MultiSteps(po.paged_adamw(1e-2, **paging), 2)
+        warned = paging is PAGING and of is optax
+        context = contextlib.nullcontext()
+        if warned:
+            context = pytest.warns(UserWarning, match="use paged_optax.MultiSteps")
+        with context:
+            jit(tx.update)(params, tx.init(params), params)
+
+
+@pytest.mark.filterwarnings("ignore:optax.MultiSteps transfers")
 @pytest.mark.parametrize("finite", [True, False])
 def test_micro_steps_are_zero_whatever_the_gradients(finite):
     """Zero as Optax documents, where its `0 * nan` hands a NaN to the parameters."""
