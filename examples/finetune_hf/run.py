@@ -63,21 +63,17 @@ class Run:
         args.batch *= args.gradient_accumulation
         if args.gradient_accumulation > 1:
             print(f"batch: {args.batch} rows a step, added up one at a time")
-        read = documents(args.text, tokenizer_of(args.checkpoint))
-        fit, longer = fitted(read, args.length, args.too_long)
-        if longer:
-            how = (
-                "left out" if args.too_long == "drop" else f"cut at the {args.too_long}"
-            )
-            print(f"text: {longer} of {len(read)} are longer than a row, and {how}")
-        found = rows(fit, args.length)
-        decoder.refuse_tokens(found)
-        aside = math.ceil(args.held_out * len(found))
-        train, held_out = found[: len(found) - aside], found[len(found) - aside :]
+        tokenizer = tokenizer_of(args.checkpoint)
+        train, held_out = rows_of(args, args.text, tokenizer), []
+        if args.eval_text:
+            held_out = rows_of(args, args.eval_text, tokenizer)
+        elif aside := math.ceil(args.held_out * len(train)):
+            train, held_out = train[:-aside], train[-aside:]
+        decoder.refuse_tokens([*train, *held_out])
         if len(train) == 0:
             raise FolderError(
-                f"{args.text} has {len(found)} rows of {args.length} tokens, and none"
-                " to train on: give more text, or less --held-out."
+                f"{args.text} has no row of {args.length} tokens to train on: give more"
+                " text, or less --held-out."
             )
         return cls.on(args, folder, decoder, train, held_out)
 
@@ -226,6 +222,16 @@ class Run:
 
     def batches(self) -> Iterator[Row]:
         return batches(self.train, self.args.batch, self.args.seed)
+
+
+def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> list[Row]:
+    """Reads a file as rows."""
+    read = documents(path, tokenizer)
+    fit, longer = fitted(read, args.length, args.too_long)
+    if longer:
+        how = "left out" if args.too_long == "drop" else f"cut at the {args.too_long}"
+        print(f"{path}: {longer} of {len(read)} are longer than a row, and {how}")
+    return rows(fit, args.length)
 
 
 def schedule(kind: str, rate: float, warmup: float, steps: int) -> optax.Schedule:

@@ -23,10 +23,10 @@ from .text import Row
 PyTree = Any
 #: Arguments that may differ when a run goes on: the others decide its numbers.
 FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "output")
-FREE += ("log_every", "report_to")
+FREE += ("log_every", "report_to", "eval_text")
 #: Of these the content does, wherever it is.
 HASHED = {
-    "text": "what is read of --text, or its tokenizer, has",
+    "text": "what is read of --text or --eval-text, or the tokenizer, has",
     "checkpoint": "the weights or the configuration of --checkpoint have",
 }
 

@@ -2,66 +2,94 @@
 
 import bisect
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from .chats import Chat
+from .chats import Chat, common
 from .folder import FolderError
+from .records import records
 
 #: A row's arrays, see `rows`.
 Row = dict[str, np.ndarray]
 
 
+#: Of a model without a chat template, as in https://github.com/tatsu-lab/stanford_alpaca.
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that"
+    " appropriately completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
+)
+PAIRED = "paired with an input that provides further context"
+
+
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Tokens, and which of them are learned.
-
-    Attributes:
-      tokens: The tokens.
-      learned: For each token, true if it is learned.
-      whole: True if it is never cut between two rows, as a chat.
-    """
+    """Tokens, and which of them are learned."""
 
     tokens: Sequence[int]
     learned: Sequence[bool]
-    whole: bool = False
+    whole: bool = False  # it is never cut between two rows, as a chat
 
 
 def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
-    """Reads a file's documents: of `.jsonl` one or more a line, else the whole file.
-
-    A line is `{"messages": [{"role": ..., "content": ...}]}`, of which the assistant's
-    turns are learned with the tokens that end them, or `{"text": ...}`.
+    """Reads the documents of a file, see `records` and `documents_of`.
 
     Raises:
-      FolderError: If nothing is learned, or if a line is neither.
+      FolderError: If nothing is learned, or if a record has no known fields.
     """
-    if path.suffix in _TABLES:
-        raise FolderError(f"{path} is {_TABLES[path.suffix]}: give text, or .jsonl.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FolderError(f"{path} cannot be read as text: {error}.") from None
-    if path.suffix != ".jsonl":
-        found = [_text(text, tokenizer)]
-    else:
-        lines = enumerate(text.split("\n"), 1)  # strings may have other line ends
-        found = [
-            document
-            for n, line in lines
-            if line.strip()
-            for document in _line(path, n, line, tokenizer)
-        ]
+    found = [
+        document
+        for where, record in records(path)
+        for document in documents_of(where, record, tokenizer)
+    ]
     if not any(any(x.learned) for x in found):
         raise FolderError(f"{path} has nothing to learn: it is empty.")
     return found
 
 
-_TABLES = {".json": "one JSON", ".csv": "a table", ".parquet": "a table"}
+def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
+    """Reads one record, by its fields.
+
+    `messages` is a chat, whose assistant's turns are learned with the tokens that end
+    them. `prompt` and `completion` are two strings or two lists of messages, of which
+    the second is learned. `instruction`, `input` and `output` are Alpaca's: a chat, or
+    Alpaca's own text without a chat template. `text` is learned as a whole.
+    """
+    match record:
+        case {"messages": [*messages]}:
+            known = 0
+        case {"prompt": [*prompt], "completion": [*answer]}:
+            messages, known = [*prompt, *answer], len(prompt)
+        case {"prompt": str(prompt), "completion": str(answer)}:
+            return [_completed(prompt, answer, tokenizer)]
+        case {"instruction": str(task), "output": str(answer)}:
+            given = record.get("input") or ""
+            if tokenizer.chat_template is None:
+                paired = ", paired with an input that provides further context"
+                more = f"### Input:\n{given}\n\n"
+                prompt = ALPACA.format(
+                    *(paired, task, more) if given else ("", task, "")
+                )
+                return [_completed(prompt, answer, tokenizer)]
+            asked = "\n".join(filter(None, (task, given)))
+            pair = ("user", asked), ("assistant", answer)
+            messages, known = [{"role": x, "content": y} for x, y in pair], 1
+        case {"text": str(text)}:
+            return [_text(text, tokenizer)]
+        case _:
+            messages, known = [None], 0
+    tools = record.get("tools") if isinstance(record, dict) else None
+    turns = Chat.of(where, messages, tools, tokenizer, known).turns()
+    return [Document(*turn, whole=True) for turn in turns]
+
+
+def _completed(prompt: str, answer: str, tokenizer: Any) -> Document:
+    """A text that is learned from where it differs from its prompt."""
+    tokens = _text(prompt + answer, tokenizer).tokens
+    start = common(_text(prompt, tokenizer).tokens, tokens)
+    return Document(tokens, [n >= start for n in range(len(tokens))], whole=True)
 
 
 def _text(text: str, tokenizer: Any) -> Document:
@@ -75,18 +103,6 @@ def _text(text: str, tokenizer: Any) -> Document:
     if text.strip() and last is not None and tokens[-1] != last:
         tokens = [*tokens, last]
     return Document(tokens, [bool(text.strip())] * len(tokens))
-
-
-def _line(path: pathlib.Path, number: int, line: str, tokenizer: Any) -> list[Document]:
-    where = f"{path}, line {number}"
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise FolderError(f"{where} is no JSON: {error}.") from None
-    if isinstance(given, dict) and isinstance(given.get("text"), str):
-        return [_text(given["text"], tokenizer)]
-    turns = Chat.of(where, given, tokenizer).turns()
-    return [Document(*turn, whole=True) for turn in turns]
 
 
 def fitted(
