@@ -22,6 +22,8 @@ TEXT = (
 SMALL = "matrices of fewer bytes a layer stay on the device"
 LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
 DECAY = "as in AdamW, of all parameters but norms and biases"
+MERGE = "write the weights with the adapters added; without --text those of --adapter"
+BASE = "of the weights in adapter_config.json (default: --adapter's, or the path)"
 #: The highest learning rate, if none is given: of the QLoRA paper for adapters.
 RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 #: Decay after the warmup, by the names that Hugging Face's trainer has.
@@ -45,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     rates = ", ".join(f"{method} {rate:g}" for method, rate in RATES.items())
     dtypes = ["float32", "bfloat16", "float16"]
     add("--checkpoint", "the folder", type=path, required=True)
-    add("--text", TEXT, type=path, required=True)
+    add("--text", TEXT, type=path)
     add("--eval-text", "records to evaluate on, as --text has them", type=path)
     add("--held-out", "share of --text's rows to evaluate on", type=share, default=0.0)
     add("--output", "the new folder", type=path, required=True)
@@ -59,6 +61,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--method", "what is trained", default="full", choices=[*RATES])
     add("--rank", "rows of an adapter's A", type=some, default=16)
     add("--alpha", "alpha / rank scales adapters", type=positive, default=32.0)
+    add("--adapter", "folder of adapters to go on with, by their rank", type=path)
+    add("--merge", MERGE, action="store_true")
+    add("--base-name", BASE, metavar="NAME")
     add("--learning-rate", f"the highest (default: by method: {rates})", type=positive)
     add("--lr-scheduler-type", "its decay", default="cosine", choices=SCHEDULES)
     add("--warmup", "share of the steps", type=share, default=0.03)
@@ -84,6 +89,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.eval_text and args.held_out:
         parser.error("--eval-text and --held-out: give one of them")
+    if args.text is None and not (args.merge and args.adapter):
+        parser.error("--text is missing: only --merge with --adapter needs none")
+    if args.method == "full" and (args.merge or args.adapter):
+        parser.error("--adapter and --merge need --method lora or qlora")
     return args
 
 

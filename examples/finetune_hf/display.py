@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
@@ -72,8 +73,6 @@ def reporter(kind: str, arguments: Mapping[str, Any]) -> Callable[..., None]:
 
 def picture(losses: pathlib.Path, path: pathlib.Path) -> None:
     """Draws the losses."""
-    from matplotlib.figure import Figure
-
     with losses.open() as file:
         found = list(csv.DictReader(file))
     figure = Figure(figsize=(6, 4))

@@ -18,7 +18,7 @@ import paged_optax as po
 
 from .arguments import LENGTH, RATES, WAYS
 from .folder import Folder, FolderError
-from .methods import Full, Lora, Method
+from .methods import Full, Lora
 from .model import Decoder
 from .text import Row, batches, documents, fitted, rows
 
@@ -30,28 +30,16 @@ POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 @dataclasses.dataclass
 class Run:
-    """A training run.
-
-    Attributes:
-      args: The command line.
-      folder: The folder that is trained.
-      decoder: Its decoder.
-      method: What of it is trained.
-      split: The method's loss, taken apart.
-      tx: The optimizer.
-      train: Rows to train on.
-      held_out: Rows to evaluate on.
-      steps: How many steps there are.
-    """
+    """A training run."""
 
     args: argparse.Namespace
     folder: Folder
     decoder: Decoder
-    method: Method
-    split: po.SplitModel
+    method: Full | Lora  # what is trained
+    split: po.SplitModel  # the method's loss, taken apart
     tx: optax.GradientTransformation
     train: Sequence[Row]
-    held_out: Sequence[Row]
+    held_out: Sequence[Row]  # to evaluate on
     steps: int
 
     @classmethod
@@ -87,10 +75,7 @@ class Run:
         held_out: Sequence[Row] = (),
     ) -> "Run":
         """A run on rows, which has read no weights yet."""
-        method = Full(decoder)
-        if args.method != "full":
-            in_four_bits = args.method == "qlora"
-            method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
+        method = Full(decoder) if args.method == "full" else lora_of(args, decoder)
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
         args.learning_rate = args.learning_rate or RATES[args.method]
         rate = schedule(args.lr_scheduler_type, args.learning_rate, args.warmup, steps)
@@ -220,8 +205,47 @@ class Run:
         given = next(self.batches()), *self.frozen
         return po.jit_step(run, *carry, *given, donate_argnums=(0, 1, 2))
 
+    @functools.cached_property
+    def loss(self) -> Callable[..., jax.Array]:
+        return jax.jit(self.split.loss)
+
+    def evaluated(self, params: PyTree, found: Sequence[Row]) -> float:
+        """The mean loss of rows over their tokens."""
+        weights = [float(row["weights"].sum()) for row in found]
+        losses = [float(self.loss(params, *self.frozen, row)) for row in found]
+        return float(np.average(losses, weights=weights))
+
+    def compared(self, params: PyTree) -> str:
+        """The loss of QLoRA's adapters, and beside the folder's own weights."""
+        found = self.held_out or self.train[:8]
+        text = f"loss of {len(found)} rows: {self.evaluated(params, found):.4f} in NF4"
+        del self.frozen
+        args = argparse.Namespace(**vars(self.args) | {"method": "lora", "way": "auto"})
+        own = Run.on(args, self.folder, self.decoder, self.train, self.held_out)
+        try:
+            own.refuse_small_host(placed_bytes(own.frozen_shapes(), on_host=True))
+            loss = own.evaluated(params, found)
+        except FolderError as error:
+            return f"{text}; beside the folder's own weights: {error}"
+        return f"{text}, {loss:.4f} beside the folder's own weights"
+
     def batches(self) -> Iterator[Row]:
         return batches(self.train, self.args.batch, self.args.seed)
+
+
+def lora_of(args: argparse.Namespace, decoder: Decoder) -> Lora:
+    """The adapters that a command line asks for."""
+    drawn = args.rank, args.alpha, args.method == "qlora", args.seed
+    return Lora(decoder, *drawn, args.adapter, args.merge, args.base_name)
+
+
+def merge(args: argparse.Namespace) -> None:
+    """Writes a folder with the adapters of another in its weights."""
+    folder = Folder.open(args.checkpoint)
+    decoder = Decoder.of(folder, args.dtype or folder.dtype)
+    decoder.read(folder)  # refuses what is not whole
+    lora = lora_of(args, decoder)
+    lora.save(folder, args.output, lora.first(folder))
 
 
 def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> list[Row]:

@@ -23,7 +23,7 @@ from .text import Row
 PyTree = Any
 #: Arguments that may differ when a run goes on: the others decide its numbers.
 FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "output")
-FREE += ("log_every", "report_to", "eval_text")
+FREE += ("log_every", "report_to", "eval_text", "merge", "base_name")
 #: Of these the content does, wherever it is.
 HASHED = {
     "text": "what is read of --text or --eval-text, or the tokenizer, has",
