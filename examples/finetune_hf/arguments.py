@@ -22,6 +22,7 @@ TEXT = (
 SMALL = "matrices of fewer bytes a layer stay on the device"
 LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
 DECAY = "as in AdamW, of all parameters but norms and biases"
+DEVICES = "of this machine, that weights, moments and each step's rows are divided over"
 MERGE = "write the weights with the adapters added; without --text those of --adapter"
 BASE = "of the weights in adapter_config.json (default: --adapter's, or the path)"
 #: The highest learning rate, if none is given: of the QLoRA paper for adapters.
@@ -53,6 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", "the new folder", type=path, required=True)
     add("--resume", "go on with an unfinished run", action="store_true")
     add("--batch", "rows a step, computed one at a time", type=some, default=4)
+    add("--devices", DEVICES, type=some, default=1, metavar="N")
     add("--gradient-accumulation", "times --batch", type=some, default=1)
     add("--length", f"tokens a row (default: {LENGTH}, or the model's)", type=some)
     add("--too-long", LONG, default="right", choices=["right", "left", "drop"])

@@ -1,5 +1,6 @@
 """The command: trains, stops when asked to, and goes on."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -9,6 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+
+import jax
 
 import paged_optax as po
 
@@ -24,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     # XLA's pool would grow to twice what is needed, and end at 64 GiB.
     os.environ[POOL] = str(pinned_gigabytes())
+    with contextlib.suppress(RuntimeError):  # JAX has begun already
+        if args.devices > 1:
+            jax.config.update("jax_num_cpu_devices", args.devices)
     try:
         if args.resume and args.output.exists():
             raise FolderError(

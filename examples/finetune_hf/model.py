@@ -224,10 +224,13 @@ class Decoder:
 
 
 def loss_of(decoder: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
-    """The sum of a row's losses, and how many of its tokens count.
+    """The sum of a row's losses, or of several rows', and how many tokens count.
 
     Tokens see those before them in their own document, `row["segments"]`.
     """
+    if row["segments"].ndim > 1:
+        each = jax.vmap(lambda row: loss_of(decoder, row))(row)
+        return po.WeightedLoss(*map(jnp.sum, each))
     segments = row["segments"]
     mask = jnp.tril(segments[:, None] == segments[None, :])
     x, _ = decoder.model(row["tokens"], row["positions"], mask)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
 
@@ -20,7 +21,7 @@ from .arguments import LENGTH, RATES, WAYS
 from .folder import Folder, FolderError
 from .methods import Full, Lora
 from .model import Decoder
-from .text import Row, batches, documents, fitted, rows
+from .text import Row, batches, documents, fitted, rows, stacked
 
 PyTree = Any
 
@@ -49,6 +50,13 @@ class Run:
         decoder = Decoder.of(folder, args.dtype or folder.dtype)
         args.length = decoder.length(args.length, LENGTH)
         args.batch *= args.gradient_accumulation
+        if args.batch % args.devices or args.devices > jax.device_count():
+            raise FolderError(
+                f"--devices {args.devices}: there are {jax.device_count()}, and they"
+                f" divide the {args.batch} rows of a step: give a multiple of rows."
+            )
+        if args.devices > 1 and decoder.experts:
+            raise FolderError("--devices 1 is what experts are computed on: leave it.")
         if args.gradient_accumulation > 1:
             print(f"batch: {args.batch} rows a step, added up one at a time")
         tokenizer = tokenizer_of(args.checkpoint)
@@ -85,9 +93,8 @@ class Run:
         else:
             how["master_remainders"] = method.frozen is None
             tx = po.paged_adamw_8bit(rate, **how)
-        split = po.split_layers(
-            method.loss, method.params, train[0], frozen=method.frozen
-        )
+        row = train[0] if args.devices == 1 else stacked([train[0]] * args.devices)
+        split = po.split_layers(method.loss, method.params, row, frozen=method.frozen)
         return cls(args, folder, decoder, method, split, tx, train, held_out, steps)
 
     @functools.cached_property
@@ -141,18 +148,46 @@ class Run:
         adapters = placed_bytes(self.trained(self.method.params), on_host=False)
         return found.device + kept + there + adapters - found.parameters
 
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices that weights and rows are divided over; None: there is one."""
+        if (count := self.args.devices) == 1:
+            return None
+        devices, axes = jax.devices()[:count], (jax.sharding.AxisType.Auto,)
+        return jax.make_mesh((count,), ("data",), axis_types=axes, devices=devices)
+
     def placed(self, way: str, weights: PyTree) -> PyTree:
         """The decoder's weights, or their shapes, stacked where a way has them."""
         is_full = self.method.frozen is None
         stack = self.split.stack if is_full else self.split.stack_frozen
-        where = {"on_host": WAYS[way][0], "min_size": self.args.min_size}
-        return from_numpy(stack(weights, **where))
+        return self._divided(
+            functools.partial(stack, min_size=self.args.min_size), WAYS[way][0], weights
+        )
 
     def trained(self, params: PyTree) -> PyTree:
         """What is trained, or its shapes; adapters are on the device."""
         if self.method.frozen is None:
             return self.placed(self.way, params)
-        return from_numpy(self.split.stack(params))
+        return self._divided(self.split.stack, False, params)
+
+    def _divided(
+        self, stack: Callable[..., PyTree], on_host: bool | str, weights: PyTree
+    ) -> PyTree:
+        """Stacks weights, or their shapes, each device's part on it or its host."""
+        if self.mesh is None:
+            return from_numpy(stack(weights, on_host=on_host))
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        placed = jax.tree.leaves(stack(jax.tree.map(shape, weights), on_host=on_host))
+        leaves, structure = jax.tree.flatten(stack(weights))
+        places = po.fully_sharded(structure.unflatten(placed), self.mesh)
+        for n, place in enumerate(jax.tree.leaves(places)):
+            if _is_away(placed[n]):
+                place = place.with_memory_kind("pinned_host")
+            x, is_shape = leaves[n], isinstance(leaves[n], jax.ShapeDtypeStruct)
+            leaves[n] = (
+                x.update(sharding=place) if is_shape else jax.device_put(x, place)
+            )
+        return structure.unflatten(leaves)
 
     def frozen_shapes(self) -> tuple[PyTree, ...]:
         """The shapes of what is not trained, as a step takes it."""
@@ -177,6 +212,8 @@ class Run:
     def target(self) -> tuple[PyTree, ...]:
         """The shapes of `carry`, and where its arrays belong."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        if self.mesh is not None:
+            device = NamedSharding(self.mesh, PartitionSpec())
         placed = lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
         )
@@ -211,8 +248,13 @@ class Run:
 
     def evaluated(self, params: PyTree, found: Sequence[Row]) -> float:
         """The mean loss of rows over their tokens."""
-        weights = [float(row["weights"].sum()) for row in found]
-        losses = [float(self.loss(params, *self.frozen, row)) for row in found]
+        count = self.args.devices
+        blank = {name: 0 * x for name, x in found[0].items()}
+        found = [*found, *[blank] * (-len(found) % count)]
+        groups = [found[n : n + count] for n in range(0, len(found), count)]
+        weights = [sum(float(row["weights"].sum()) for row in x) for x in groups]
+        given = (self.on_devices(stacked(x), 0) for x in groups)
+        losses = [float(self.loss(params, *self.frozen, x)) for x in given]
         return float(np.average(losses, weights=weights))
 
     def compared(self, params: PyTree) -> str:
@@ -229,8 +271,19 @@ class Run:
             return f"{text}; beside the folder's own weights: {error}"
         return f"{text}, {loss:.4f} beside the folder's own weights"
 
+    def on_devices(self, rows: Row, axis: int) -> Row:
+        """Divides rows over the devices, along an axis; one has rows one by one."""
+        if self.mesh is None:
+            return rows if axis else {name: x[0] for name, x in rows.items()}
+        place = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, "data"))
+        count = self.args.devices
+        shape = lambda x: (*[-1] * axis, count, *x.shape[1:])
+        put = lambda x: jax.device_put(x.reshape(shape(x)), place)
+        return {name: put(x) for name, x in rows.items()}
+
     def batches(self) -> Iterator[Row]:
-        return batches(self.train, self.args.batch, self.args.seed)
+        found = batches(self.train, self.args.batch, self.args.seed)
+        return (self.on_devices(rows, 1) for rows in found)
 
 
 def lora_of(args: argparse.Namespace, decoder: Decoder) -> Lora:
@@ -292,10 +345,15 @@ def without_codec(way: str) -> str:
 
 
 def placed_bytes(tree: PyTree, *, on_host: bool) -> int:
-    """Bytes of the leaves, or shapes, that are on the host, or on the device."""
-    away = lambda x: getattr(x.sharding, "memory_kind", "") == "pinned_host"
-    there = (x for x in jax.tree.leaves(tree) if away(x) == on_host)
-    return sum(x.size * x.dtype.itemsize for x in there)
+    """Bytes of the leaves, or shapes, that are on the host, or on one device."""
+    part = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+    there = (x for x in jax.tree.leaves(tree) if _is_away(x) == on_host)
+    sizes = ((x.shape if on_host else part(x), x.dtype.itemsize) for x in there)
+    return sum(math.prod(shape) * size for shape, size in sizes)
+
+
+def _is_away(x: Any) -> bool:
+    return getattr(x.sharding, "memory_kind", "") == "pinned_host"
 
 
 def tokenizer_of(path: pathlib.Path) -> Any:

@@ -208,5 +208,10 @@ def batches(found: Sequence[Row], size: int, seed: int) -> Iterator[Row]:
     while True:
         while len(waiting) < size:
             waiting += [found[n] for n in draw.permutation(len(found))]
-        chosen, waiting = waiting[:size], waiting[size:]
-        yield {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+        yield stacked(waiting[:size])
+        waiting = waiting[size:]
+
+
+def stacked(found: Sequence[Row]) -> Row:
+    """Rows along a leading axis."""
+    return {name: np.stack([row[name] for row in found]) for name in found[0]}

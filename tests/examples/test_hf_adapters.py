@@ -1,41 +1,21 @@
 """Adapters of `examples/finetune_hf`: gone on with, merged, and named."""
 
-import contextlib
 import json
 import math
-import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import hf_command, hf_folders
+from helpers import hf_folders
+from helpers.hf_command import main
 from helpers.hf_folders import TEXT
 
 why = 'not installed: pip install ".[hf]", from Python 3.12 on'
 pytest.importorskip("eqx_zoo", reason=why)
 pytest.importorskip("transformers", reason=why)
 numpy = pytest.importorskip("safetensors.numpy", reason=why)
-
-
-@contextlib.contextmanager
-def handlers():
-    """The command answers signals itself; afterwards pytest does again."""
-    before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def main(example, folder, output, *more, text=None):
-    """Runs the command in this process, on a text or on none."""
-    given = hf_command.command(folder, text or "", output, *more)[2:]
-    if text is None:
-        at = given.index("--text")
-        given = given[:at] + given[at + 2 :]
-    with handlers():
-        assert example.command.main(given) == 0
 
 
 @pytest.fixture(scope="module", params=["lora", "qlora"])
@@ -45,7 +25,7 @@ def trained(request, example, folders, tmp_path_factory):
     (path / "text.txt").write_text(TEXT)
     more = ["--method", request.param, "--rank", "4", "--alpha", "6", "--steps", "2"]
     more += ["--base-name", "org/model"]
-    main(example, folder, path / "first", *more, text=path / "text.txt")
+    main(example, folder, path / "text.txt", path / "first", *more)
     return folder, request.param, path / "first"
 
 
@@ -96,7 +76,7 @@ def test_merged(example, trained, tmp_path, capsys):
     """The merged folder has the adapters' loss; all but matrices is as it was."""
     path, method, first = trained
     more = "--method", method, "--adapter", str(first), "--merge"
-    main(example, path, tmp_path / "merged", *more)
+    main(example, path, None, tmp_path / "merged", *more)
     assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'merged'}\n")
     folder, lora = lora_of(example, path, method, first)
     merged = example.folder.Folder.open(tmp_path / "merged")
@@ -154,7 +134,7 @@ def test_both_losses_of_four_bits(example, folders, tmp_path, capsys):
     folder, text = folders("qwen3"), tmp_path / "text.txt"
     text.write_text(TEXT)
     more = ["--method", "qlora", "--steps", "1"]
-    main(example, folder, tmp_path / "out", *more, text=text)
+    main(example, folder, text, tmp_path / "out", *more)
     last = capsys.readouterr().out.splitlines()[-1]
     rows = example.text.rows(
         example.text.documents(text, example.run.tokenizer_of(folder)), 64
