@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             merge(args)
             print(f"wrote {args.output}")
         else:
-            train(Run.of(args))
+            run = Run.of(args)
+            store = Store.of(args, run.folder, [*run.train, *run.held_out])
+            with contextlib.closing(store):
+                train(run, store)
     except (FolderError, po.SplitError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -51,9 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(run: Run) -> None:
+def train(run: Run, store: Store) -> None:
     """Trains, from the start or from where the last command stopped."""
-    store = Store.of(run.args, run.folder, [*run.train, *run.held_out])
     host = run.host_bytes()
     run.refuse_small_host(host)
     _, left = run.folder.beside(*run.method.takes)

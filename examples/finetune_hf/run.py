@@ -126,7 +126,8 @@ class Run:
             None if self.method.frozen is None else optax.sgd(1.0),
             device_memory=memory,
             codec="dynamic_int8" if self.decoder.dtype.itemsize == 2 else None,
-            batch=1,
+            devices=self.args.devices,
+            batch=self.args.devices,
             length=self.args.length,
             heads=self.decoder.config["num_attention_heads"],
             fused_head=True,
@@ -137,7 +138,8 @@ class Run:
         config, shapes = self.decoder.config, self.decoder.shapes
         # Rows go through a layer one by one, and all their inputs are kept.
         row = self.args.length * config["hidden_size"] * self.decoder.dtype.itemsize
-        kept = (self.args.batch - 1) * config["num_hidden_layers"] * row
+        count = self.args.batch // self.args.devices - 1
+        kept = count * config["num_hidden_layers"] * row
         found = next(x for x in fits if without_codec(x.way) == WAYS[way][1])
         if self.method.frozen is None:
             return found.device + kept

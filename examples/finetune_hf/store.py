@@ -37,6 +37,7 @@ class Store:
 
     path: pathlib.Path
     decides: dict[str, str]
+    lock: int | None = None
 
     @classmethod
     def of(
@@ -99,6 +100,11 @@ class Store:
             raise FolderError(f"another command is at work in {self.path}.") from None
         for file in self.path.iterdir() if anew else ():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    def close(self) -> None:
+        """Leaves the folder to other commands."""
+        if self.lock is not None:
+            os.close(self.lock)
 
     def begin(self) -> None:
         """Notes what decides the run's numbers."""

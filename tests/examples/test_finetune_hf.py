@@ -357,6 +357,8 @@ def test_one_command_at_a_time(example, folders, tmp_path):
     second = _store(example, folders("qwen3"), tmp_path, "--resume")
     with pytest.raises(example.folder.FolderError, match="another command is at work"):
         second.take(anew=False)
+    first.close()
+    second.take(anew=False)
 
 
 def test_another_base_is_not_gone_on_with(example, folders, tmp_path):
