@@ -33,11 +33,7 @@ class Chat:
     def of(
         cls, where: str, messages: Any, tools: Any, tokenizer: Any, known: int = 0
     ) -> "Chat":
-        """Reads a record's chat.
-
-        Raises:
-          FolderError: If it is none, or if the assistant says nothing.
-        """
+        """Reads a record's chat."""
         if not all(map(_is_message, messages)):
             raise FolderError(
                 f"{where} has no messages of role and content, no prompt and completion"
@@ -59,9 +55,6 @@ class Chat:
         A turn is learned as the model writes it, after the prompt that the template
         renders for it. Templates may render a turn otherwise once another one follows,
         as those do that leave thoughts out. Such a turn has a document of its own.
-
-        Raises:
-          FolderError: If the template refuses the chat, or leaves out what is said.
         """
         found = list[Turn]()
         for n in reversed(range(self.known, len(self.messages))):

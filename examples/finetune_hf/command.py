@@ -64,7 +64,7 @@ def train(run: Run, store: Store) -> None:
     count, length = len(run.train), run.args.length
     print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
     if left:
-        print(f"folder: {', '.join(left)} stay there")
+        print(f"not taken over from {run.folder.path}: {', '.join(left)}")
     there = f"{host / 2**30:.1f} GiB of host memory"
     print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
     report = reporter(run.args.report_to, vars(run.args))

@@ -27,13 +27,18 @@ SAMPLE = 1 << 20
 WEIGHTS = re.compile(
     r"[.](safetensors|(bin|pth?|ckpt|gguf|h5|msgpack|onnx|ot)([.]index[.]json)?)$"
 )
+#: Hidden entries, and those of a run whose output is in the folder.
+OURS = re.compile(r"^[.]|[.](run|writing)$")
 BIN = """{0} has weights in .bin alone. With torch two lines convert them:
 from transformers import AutoModelForCausalLM as Model
 Model.from_pretrained({1}, dtype="auto").save_pretrained({1})"""
 
 
 class FolderError(ValueError):
-    """A folder that cannot be used: one sentence says why, and what to do."""
+    """Input that the command refuses: it says why, and what to do.
+
+    All that reads a folder, a text or a run raises it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +66,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: pathlib.Path) -> "Folder":
-        """Reads the configuration and the files' headers.
-
-        Raises:
-          FolderError: If something is missing, or not whole.
-        """
+        """Reads the configuration and the files' headers."""
         if not path.is_dir():
             raise FolderError(f"{path} is no folder: pass one with a config.json.")
         there = path / "config.json"
@@ -128,16 +129,7 @@ class Folder:
     def write(
         self, path: pathlib.Path, values: Iterator[tuple[str, np.ndarray]]
     ) -> None:
-        """Writes a folder like this one with other weights.
-
-        Args:
-          path: The new folder, which does not exist.
-          values: Names and weights, one after the other; each is converted to the dtype
-            that it has here.
-
-        Raises:
-          FolderError: If `path` exists, or if the weights are not those of this folder.
-        """
+        """Writes a folder like this one with other weights, in the dtypes of here."""
         with new_folder(path) as partial:
             self.copy(partial, "*")
             for name, header in self.headers.items():
@@ -146,16 +138,12 @@ class Folder:
             for name, value in values:
                 where = missing.pop(name)
                 if value.shape != where.shape:
-                    raise FolderError(
-                        f"{name} has shape {value.shape}, not {where.shape}."
-                    )
+                    raise FolderError(f"{name} has shape {value.shape} here.")
                 with (partial / where.file).open("r+b") as file:
                     file.seek(where.start)
                     file.write(np.ascontiguousarray(value, where.dtype).tobytes())
             if missing:
-                raise FolderError(
-                    f"{min(missing)} was not written: {path} is not whole."
-                )
+                raise FolderError(f"{min(missing)} was not written to {path}.")
 
     def copy(self, path: pathlib.Path, *patterns: str) -> None:
         """Copies what `beside` lists into another folder."""
@@ -166,29 +154,22 @@ class Folder:
     def beside(self, *patterns: str) -> tuple[list[pathlib.Path], list[str]]:
         """Lists what a new folder takes over beside weights, and the others' names.
 
-        Folders with weights, such as checkpoints, and hidden entries are not taken.
-
-        Raises:
-          OSError: If a file that is taken over cannot be read.
+        Folders with weights, such as checkpoints, are not taken. A file that cannot be
+        opened is an error now.
         """
         taken, left = list[pathlib.Path](), list[str]()
-        for entry in sorted(
-            {*self.path.iterdir()} - {self.path / x for x in self.headers}
-        ):
+        for entry in sorted(self.path.iterdir()):
             files = [x for x in (entry, *entry.rglob("*")) if not x.is_dir()]
             named = any(fnmatch.fnmatch(entry.name, x) for x in patterns)
-            others = entry.name.startswith(".") or any(map(_is_weights, files))
-            if others or not named:
+            if not named or OURS.search(entry.name):
                 left.append(entry.name)
-                continue
-            taken.append(entry)
-            for file in files:
-                file.open("rb").close()
-        return taken, left
-
-
-def _is_weights(file: pathlib.Path) -> bool:
-    return WEIGHTS.search(file.name) is not None
+            elif any(WEIGHTS.search(x.name) for x in files):
+                left.append(entry.name)
+            else:
+                taken.append(entry)
+                for file in files:
+                    file.open("rb").close()
+        return taken, [name for name in left if name not in self.headers]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,11 +191,7 @@ class Tensors:
 
 @contextlib.contextmanager
 def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A new folder, which has another name until it is whole.
-
-    Raises:
-      FolderError: If there is one of its name.
-    """
+    """A new folder, which has another name until it is whole."""
     refuse_existing(path)
     partial = path.with_name(f"{path.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)

@@ -38,9 +38,6 @@ def rope_of(config: Mapping[str, Any], kind: str) -> tuple[float, float]:
     """Returns the base of rotary positions in layers of one kind, and their divisor.
 
     They stand in `rope_parameters` by kind (transformers 5), or in three fields.
-
-    Raises:
-      FolderError: If they are scaled otherwise than linearly.
     """
     is_full = kind == "full_attention"
     said = (config.get("rope_parameters") or {}).get(kind)
@@ -175,11 +172,7 @@ class Gemma(eqx.Module):
 
 
 def kinds(config: Mapping[str, Any], count: int) -> list[str]:
-    """What each layer's attention sees.
-
-    Raises:
-      FolderError: If `layer_types` has other kinds, or another number of them.
-    """
+    """What each layer's attention sees."""
     every = config.get("sliding_window_pattern", PATTERN)
     local = [bool((n + 1) % every) for n in range(count)]
     said = config.get("layer_types") or [ATTENTION[x] for x in local]

@@ -109,17 +109,10 @@ class Packed(eqx.Module):
 class Lora:
     """Adapters are trained beside the matrices of attention and MLPs.
 
-    Experts and their router have none. Adapters are in float32.
-
-    Args:
-      decoder: The decoder.
-      rank: Rows of `lora_A`.
-      alpha: The adapters' factor is `alpha / rank`.
-      in_four_bits: Whether the layers' matrices are in NF4, but for the router's.
-      seed: Of the first `lora_A`; `lora_B` is zero.
-      adapter: The folder of adapters to begin with: it has the rank and alpha too.
-      merge: Whether they are added to the weights in the end.
-      base_name: What the adapters' file calls the folder; None: as before, or its path.
+    Experts and their router have none. Adapters are in float32, and begin as another's,
+    by its rank and alpha, or do nothing. In four bits are all matrices of layers but
+    the router's. Adapters are written for a base of some name (None: that of before, or
+    the folder's path), or merged into the folder's weights.
     """
 
     def __init__(

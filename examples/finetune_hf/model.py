@@ -91,12 +91,7 @@ class Decoder:
 
     @classmethod
     def of(cls, folder: Folder, dtype: DTypeLike) -> "Decoder":
-        """The decoder that a folder has.
-
-        Raises:
-          FolderError: If it is of another family, or its configuration says what is not
-            computed so.
-        """
+        """The decoder that a folder has."""
         (family, *_) = folder.config.get("architectures") or [None]
         config = folder.config.get("text_config") or folder.config
         for part in (folder.config, config):
@@ -123,11 +118,7 @@ class Decoder:
         return loss_of(eqx.combine(params, self.static), row)
 
     def read(self, folder: Folder) -> PyTree:
-        """A folder's weights, as the parameters are named; they are read when used.
-
-        Raises:
-          FolderError: If a tensor is missing, of another shape, or is left over.
-        """
+        """A folder's weights, as the parameters are named; they are read when used."""
         used: set[str] = set()
 
         def value(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Tensors:
@@ -153,11 +144,7 @@ class Decoder:
         return params
 
     def length(self, asked: int | None, usual: int) -> int:
-        """Tokens of a row: as asked, or as usual if the model has so many positions.
-
-        Raises:
-          FolderError: If it has fewer, or if it would see a window of them.
-        """
+        """Tokens of a row: as asked, or as usual if the model has so many positions."""
         fields = ["max_position_embeddings"]
         if "sliding_window" in UNSAID.get(self.family, {}):
             fields.append("sliding_window")
@@ -188,10 +175,8 @@ class Decoder:
 
     def untrained(self, folder: Folder) -> list[str]:
         """The parts of a model that are left as they are, such as a vision tower."""
-        parts = (
-            x.removeprefix("model.") for x in folder.tensors if x.startswith(PICTURES)
-        )
-        return sorted({x.partition(".")[0] for x in parts})
+        parts = {x for x in PICTURES for name in folder.tensors if name.startswith(x)}
+        return sorted(x.removeprefix("model.").removesuffix(".") for x in parts)
 
     def names(self, path: tuple[Any, ...]) -> list[str]:
         """The tensors that a parameter is made of: one, or one of each expert."""

@@ -16,9 +16,6 @@ def records(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
     `.jsonl` and `.json` have lines of objects, or one list of them; `.csv` and
     `.parquet` a table; a folder is one that `datasets` saved. Another file is a text.
-
-    Raises:
-      FolderError: If the path cannot be read as its suffix says.
     """
     if path.suffix == ".parquet" or path.is_dir():
         yield from _rows(path)

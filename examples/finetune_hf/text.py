@@ -12,8 +12,9 @@ from .chats import Chat, common
 from .folder import FolderError
 from .records import records
 
+Array = np.ndarray
 #: A row's arrays, see `rows`.
-Row = dict[str, np.ndarray]
+Row = dict[str, Array]
 
 
 #: Of a model without a chat template, as in https://github.com/tatsu-lab/stanford_alpaca.
@@ -34,11 +35,7 @@ class Document:
 
 
 def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
-    """Reads the documents of a file, see `records` and `documents_of`.
-
-    Raises:
-      FolderError: If nothing is learned, or if a record has no known fields.
-    """
+    """Reads the documents of a file, see `records` and `documents_of`."""
     found = [
         document
         for where, record in records(path)
@@ -143,37 +140,46 @@ def rows(found: Sequence[Document], length: int) -> list[Row]:
     """
     chats = [x for x in found if x.whole]
     packed = [*_cut([x for x in found if not x.whole], length), *_fit(chats, length)]
-    made = list[Row]()
-    for row in packed:
-        missing = length - len(row["tokens"])  # filled up by no document
-        types = {"weights": np.float32}
-        padded = {n: np.pad(x, (0, missing)) for n, x in row.items()}
-        row = {n: x.astype(types.get(n, np.int32)) for n, x in padded.items()}
-        if row["weights"].any():
-            made.append(row)
-    return made
+    return [row for row in packed if row["weights"].any()]
+
+
+def _row(
+    length: int, tokens: Array, labels: Array, document: Array, learned: Array
+) -> Row:
+    """A row of tokens, and of their documents' numbers, filled up by no document."""
+    begins = np.searchsorted(document, document)
+    arrays = {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": np.arange(len(document)) - begins,
+        "segments": document - document[:1] + 1,
+        "weights": learned,
+    }
+    types, missing = {"weights": np.float32}, (0, length - len(tokens))
+    padded = {name: np.pad(x, missing) for name, x in arrays.items()}
+    return {name: x.astype(types.get(name, np.int32)) for name, x in padded.items()}
+
+
+def _join(
+    found: Sequence[Document], part: slice = slice(None)
+) -> tuple[Array, Array, Array]:
+    """The tokens of a part of each document, its number, and whether it is learned."""
+    tokens = [np.asarray(x.tokens[part], np.int32) for x in found]
+    learned = [np.asarray(x.learned[part], bool) for x in found]
+    numbers = np.repeat(np.arange(len(found)), [len(x) for x in tokens])
+    return np.concatenate(tokens), numbers, np.concatenate(learned)
 
 
 def _cut(found: Sequence[Document], length: int) -> Iterator[Row]:
     """Cuts documents, one after the other, into rows."""
     if not found:
         return
-    tokens = np.concatenate([np.asarray(x.tokens, np.int32) for x in found])
-    learned = np.concatenate([np.asarray(x.learned, bool) for x in found])
-    sizes = [len(x.tokens) for x in found]
-    documents = np.repeat(np.arange(len(found)), sizes)
+    tokens, documents, learned = _join(found)
     for start in range(0, max(len(tokens) - 1, 0), length):
         chosen = slice(start, min(start + length, len(tokens) - 1))
         after = slice(chosen.start + 1, chosen.stop + 1)
-        document = documents[chosen]
-        begins = np.searchsorted(document, document)
-        yield {
-            "tokens": tokens[chosen],
-            "labels": tokens[after],
-            "positions": np.arange(len(document)) - begins,
-            "segments": document - document[0] + 1,
-            "weights": learned[after] & (documents[after] == document),
-        }
+        known = learned[after] & (documents[after] == documents[chosen])
+        yield _row(length, tokens[chosen], tokens[after], documents[chosen], known)
 
 
 def _fit(found: Sequence[Document], length: int) -> Iterator[Row]:
@@ -189,17 +195,9 @@ def _fit(found: Sequence[Document], length: int) -> Iterator[Row]:
         packed[row].append(x)
         bisect.insort(space, (free - needed, row))
     for row in packed:
-        sizes = [len(x.tokens) - 1 for x in row]
-        join = lambda arrays, dtype: np.concatenate(
-            [np.asarray(x, dtype) for x in arrays]
-        )
-        yield {
-            "tokens": join((x.tokens[:-1] for x in row), np.int32),
-            "labels": join((x.tokens[1:] for x in row), np.int32),
-            "positions": join(map(np.arange, sizes), np.int32),
-            "segments": np.repeat(np.arange(1, len(row) + 1), sizes),
-            "weights": join((x.learned[1:] for x in row), bool),
-        }
+        tokens, numbers, _ = _join(row, slice(-1))
+        labels, _, learned = _join(row, slice(1, None))
+        yield _row(length, tokens, labels, numbers, learned)
 
 
 def batches(found: Sequence[Row], size: int, seed: int) -> Iterator[Row]:

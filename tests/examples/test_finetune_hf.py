@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -240,6 +241,17 @@ def test_all_files_are_taken_over_or_named(example, folders, tmp_path):
     assert all(wanted[name] == x for name, x in found.items())
     others = {"config.json", "README.md", "modeling_x.py", "figures"}
     assert others < {*folder.beside(*example.methods.TOKENIZER)[1]}
+
+
+def test_what_is_not_trained(example):
+    """Named in the end, whichever way a folder has it."""
+    untrained = lambda *names: example.model.Decoder.untrained(
+        None, types.SimpleNamespace(tensors=names)
+    )
+    assert untrained("model.layers.0.w", "lm_head.weight") == []
+    names = "vision_tower.a", "vision_tower.b", "multi_modal_projector.c"
+    assert untrained(*names) == ["multi_modal_projector", "vision_tower"]
+    assert untrained("model.vision_tower.a", "x") == ["vision_tower"]
 
 
 ROPES = {
