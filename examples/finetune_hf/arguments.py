@@ -22,7 +22,8 @@ TEXT = (
 SMALL = "matrices of fewer bytes a layer stay on the device"
 LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
 DECAY = "as in AdamW, of all parameters but norms and biases"
-DEVICES = "of this machine, that weights, moments and each step's rows are divided over"
+DEVICES = "devices of this machine that divide weights, moments and a step's rows"
+WAY = "weights on the device, of layers on the host, or all there; auto: what fits"
 MERGE = "write the weights with the adapters added; without --text those of --adapter"
 BASE = "of the weights in adapter_config.json (default: --adapter's, or the path)"
 #: The highest learning rate, if none is given: of the QLoRA paper for adapters.
@@ -47,35 +48,35 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     positive = bounded(float, 0, strict=True)
     rates = ", ".join(f"{method} {rate:g}" for method, rate in RATES.items())
     dtypes = ["float32", "bfloat16", "float16"]
-    add("--checkpoint", "the folder", type=path, required=True)
+    add("--checkpoint", "the model's folder", type=path, required=True)
     add("--text", TEXT, type=path)
     add("--eval-text", "records to evaluate on, as --text has them", type=path)
-    add("--held-out", "share of --text's rows to evaluate on", type=share, default=0.0)
+    add("--held-out", "share of rows to evaluate on", type=share, default=0.0)
     add("--output", "the new folder", type=path, required=True)
     add("--resume", "go on with an unfinished run", action="store_true")
-    add("--batch", "rows a step, computed one at a time", type=some, default=4)
+    add("--batch", "rows a step, one at a time a device", type=some, default=4)
     add("--devices", DEVICES, type=some, default=1, metavar="N")
     add("--gradient-accumulation", "times --batch", type=some, default=1)
     add("--length", f"tokens a row (default: {LENGTH}, or the model's)", type=some)
     add("--too-long", LONG, default="right", choices=["right", "left", "drop"])
     add("--steps", "steps; 0: as many as --epochs has", type=count, default=0)
-    add("--epochs", "how often the text is read", type=some, default=1)
+    add("--epochs", "times the text is read", type=some, default=1)
     add("--method", "what is trained", default="full", choices=[*RATES])
-    add("--rank", "rows of an adapter's A", type=some, default=16)
-    add("--alpha", "alpha / rank scales adapters", type=positive, default=32.0)
+    add("--rank", "of adapters; --adapter has its own", type=some, default=16)
+    add("--alpha", "over rank: adapters' factor", type=positive, default=32.0)
     add("--adapter", "folder of adapters to go on with, by their rank", type=path)
     add("--merge", MERGE, action="store_true")
     add("--base-name", BASE, metavar="NAME")
     add("--learning-rate", f"the highest (default: by method: {rates})", type=positive)
-    add("--lr-scheduler-type", "its decay", default="cosine", choices=SCHEDULES)
-    add("--warmup", "share of the steps", type=share, default=0.03)
+    add("--lr-scheduler-type", "its course", default="cosine", choices=SCHEDULES)
+    add("--warmup", "share of steps, 0 to 1", type=share, default=0.03)
     add("--weight-decay", DECAY, type=bounded(float, 0), default=0.0)
     add("--max-norm", "norm to clip all gradients to", type=positive, default=1.0)
     add("--seed", "of the rows' order and of adapters", type=count, default=0)
     add(
         "--dtype", "in training (default: the folder's, which it keeps)", choices=dtypes
     )
-    add("--way", "where the weights are", default="auto", choices=["auto", *WAYS])
+    add("--way", WAY, default="auto", choices=["auto", *WAYS])
     add("--device-memory", "such as 24GiB (default: the device's own)", type=size)
     add("--min-size", SMALL, type=size, default="256KiB")
     add("--save-every", "steps between checkpoints", type=some, default=200)

@@ -286,14 +286,7 @@ def training_code(
         code += _DIVIDED.format(devices)
     paged = f"po.paged({', '.join(filter(None, [inner, arguments]))})"
     if not way.startswith(LAYERWISE):
-        ordinary = "step = jax.jit(step, donate_argnums=(0, 1))\n"
-        if way != "resident":
-            inner = paged
-            ordinary = (
-                "args = params, state, batch\n"
-                "step = po.jit_step(step, *args, donate_argnums=(0, 1))\n"
-            )
-        return f"{code}tx = {inner}\n{_STEP}{ordinary}{_CALL}"
+        return f"{code}tx = {inner if way == 'resident' else paged}\n{_STEP}"
     on_host = ""
     if way.endswith("on host"):
         on_host = ', on_host="all"' if way.endswith("all on host") else ", on_host=True"
@@ -325,8 +318,9 @@ def step(params, state, batch):
     return optax.apply_updates(params, updates), state, value
 
 
-"""
-_CALL = "params, state, value = step(params, state, batch)"
+args = params, state, batch
+step = po.jit_step(step, *args, donate_argnums=(0, 1))
+params, state, value = step(*args)"""
 
 
 def wrap_text(text: str) -> str:

@@ -183,6 +183,40 @@ def test_records(example, tokenizer, name):
     assert document.whole == (name != "text")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["strings", "lists"])
+def test_prompts_and_completions_as_trl_has_them(example, folders, kind, tmp_path):
+    """The tokens of its trainer, and its mask."""
+    for name in ("torch", "accelerate"):
+        pytest.importorskip(name)
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    records = {
+        "strings": [
+            {"prompt": "1 + 1 =", "completion": " 2"},
+            {"prompt": "the qui", "completion": "ck fox"},  # tokens merge in between
+            {"prompt": "a", "completion": "b</s>"},
+        ],
+        "lists": [
+            {"prompt": TURNS[:1], "completion": [assistant("b")]},
+            {"prompt": TURNS[:3], "completion": [assistant("c")]},
+        ],
+    }[kind]
+    path = folders("qwen3")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    how = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
+    trainer = trl.SFTTrainer(
+        str(path),
+        args=trl.SFTConfig(**how, max_length=None),
+        train_dataset=datasets.Dataset.from_list(records),
+        processing_class=tokenizer,
+    )
+    for row, record in zip(trainer.train_dataset, records, strict=True):
+        (document,) = example.text.documents_of("x, line 1", record, tokenizer)
+        assert list(document.tokens) == row["input_ids"]
+        assert list(map(int, document.learned)) == row["completion_mask"]
+
+
 @pytest.mark.parametrize("given", ["1 and 2", ""])
 def test_alpaca_of_a_model_without_a_template(example, tokenizer, given):
     """As the `text` of the data set's own table has it."""

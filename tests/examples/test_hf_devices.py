@@ -14,7 +14,6 @@ pytest.importorskip("eqx_zoo", reason=why)
 pytest.importorskip("transformers", reason=why)
 load_file = pytest.importorskip("safetensors.numpy", reason=why).load_file
 
-SLOW = pytest.mark.slow
 #: The method, where the weights are, and more arguments.
 RUNS = {
     "full": ("qwen3", "full", "device"),
@@ -33,9 +32,23 @@ def losses(path):
         ]
 
 
-@pytest.mark.parametrize(
-    "name", ["lora", *(pytest.param(x, marks=SLOW) for x in RUNS if x != "lora")]
-)
+def test_the_loss_of_divided_rows(example, folders, tmp_path):
+    """Eleven rows on eight devices have the mean that they have one by one."""
+    text, found = tmp_path / "text.txt", []
+    text.write_text(TEXT)
+    given = ["--checkpoint", str(folders("qwen3")), "--text", str(text)]
+    given += ["--output", str(tmp_path / "out"), "--length", "64", "--batch", "8"]
+    given += ["--method", "qlora", "--way", "host", "--min-size", "1KiB"]
+    for count in ("1", "8"):
+        args = example.command.parse_arguments([*given, "--devices", count])
+        run = example.run.Run.of(args)
+        params = run.trained(run.method.first(run.folder))
+        found.append(run.evaluated(params, run.train[:11]))
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_one_device(example, folders, name, tmp_path):
     """And what comes out is what one device makes, to rounding."""
     family, method, way = RUNS[name]
