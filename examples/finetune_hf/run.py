@@ -185,10 +185,10 @@ class Run:
         for n, place in enumerate(jax.tree.leaves(places)):
             if _is_away(placed[n]):
                 place = place.with_memory_kind("pinned_host")
-            x, is_shape = leaves[n], isinstance(leaves[n], jax.ShapeDtypeStruct)
-            leaves[n] = (
-                x.update(sharding=place) if is_shape else jax.device_put(x, place)
-            )
+            if isinstance(leaves[n], jax.ShapeDtypeStruct):
+                leaves[n] = leaves[n].update(sharding=place)
+            else:
+                leaves[n] = jax.device_put(leaves[n], place)
         return structure.unflatten(leaves)
 
     def frozen_shapes(self) -> tuple[PyTree, ...]:
@@ -269,8 +269,9 @@ class Run:
         try:
             own.refuse_small_host(placed_bytes(own.frozen_shapes(), on_host=True))
             loss = own.evaluated(params, found)
-        except FolderError as error:
-            return f"{text}; beside the folder's own weights: {error}"
+        except (FolderError, jax.errors.JaxRuntimeError) as error:  # of no memory
+            first = str(error).splitlines()[0]
+            return f"{text}; not computed beside the folder's own weights: {first}"
         return f"{text}, {loss:.4f} beside the folder's own weights"
 
     def on_devices(self, rows: Row, axis: int) -> Row:

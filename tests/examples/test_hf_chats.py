@@ -214,7 +214,8 @@ def test_prompts_and_completions_as_trl_has_them(example, folders, kind, tmp_pat
     for row, record in zip(trainer.train_dataset, records, strict=True):
         (document,) = example.text.documents_of("x, line 1", record, tokenizer)
         assert list(document.tokens) == row["input_ids"]
-        assert list(map(int, document.learned)) == row["completion_mask"]
+        pairs = zip(document.tokens, document.learned, strict=True)
+        assert [token if learned else -100 for token, learned in pairs] == row["labels"]
 
 
 @pytest.mark.parametrize("given", ["1 and 2", ""])
