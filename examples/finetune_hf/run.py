@@ -145,8 +145,9 @@ class Run:
             return found.device + kept
         # Its weights may be codes, its head has no gradient, and there are adapters.
         head = (shapes.lm_head or shapes.model.embed_tokens).weight
-        frozen = self.placed(way, self.method.frozen)
-        there = placed_bytes(frozen, on_host=False) - head.size * head.dtype.itemsize
+        there = placed_bytes(self.placed(way, self.method.frozen), on_host=False)
+        if self.mesh is None:  # several devices gather the head
+            there -= head.size * head.dtype.itemsize
         adapters = placed_bytes(self.trained(self.method.params), on_host=False)
         return found.device + kept + there + adapters - found.parameters
 

@@ -41,6 +41,19 @@ def test_the_chosen_way_fits(real, name, card, method):
     assert total < 1.1 * planned
 
 
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_eight_cards_take_what_is_planned(real, method, monkeypatch):
+    """A row each: XLA's bytes of one card, and of the host's weights none."""
+    monkeypatch.undo()  # of one device
+    run = real.run_of("Llama-3.1-8B", method, devices=8)
+    run.args.way = "device"
+    planned = run.needed(run.fits("100GiB"), "device")
+    total = real.compiled(run, "h200").device_total
+    print(f"{method}: {planned / 2**30:.2f} GiB planned, {total / 2**30:.2f} of XLA")
+    assert total < 1.1 * planned
+    assert planned < 1.25 * total
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_plan_has_what_the_command_counts(real, method):
     """Within a twentieth, and the gradients that the command keeps on the host."""
