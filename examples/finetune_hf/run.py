@@ -42,6 +42,7 @@ class Run:
     train: Sequence[Row]
     held_out: Sequence[Row]  # to evaluate on
     steps: int
+    mesh: jax.sharding.Mesh | None  # that divides weights and rows; None: one device
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Run":
@@ -93,9 +94,16 @@ class Run:
         else:
             how["master_remainders"] = method.frozen is None
             tx = po.paged_adamw_8bit(rate, **how)
-        row = train[0] if args.devices == 1 else stacked([train[0]] * args.devices)
-        split = po.split_layers(method.loss, method.params, row, frozen=method.frozen)
-        return cls(args, folder, decoder, method, split, tx, train, held_out, steps)
+        row, loss, mesh = train[0], method.loss, None
+        if args.devices > 1:
+            row, mesh = stacked([row] * args.devices), mesh_of(args.devices)
+            # Weights are gathered where they are used: rows stay on their devices.
+            whole = NamedSharding(mesh, PartitionSpec())
+            gather = lambda x: jax.lax.with_sharding_constraint(x, whole)
+            loss = lambda *x: method.loss(*jax.tree.map(gather, x[:-1]), x[-1])
+        split = po.split_layers(loss, method.params, row, frozen=method.frozen)
+        parts = args, folder, decoder, method, split, tx, train, held_out, steps
+        return cls(*parts, mesh)
 
     @functools.cached_property
     def way(self) -> str:
@@ -150,14 +158,6 @@ class Run:
             there -= head.size * head.dtype.itemsize
         adapters = placed_bytes(self.trained(self.method.params), on_host=False)
         return found.device + kept + there + adapters - found.parameters
-
-    @functools.cached_property
-    def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices that weights and rows are divided over; None: there is one."""
-        if (count := self.args.devices) == 1:
-            return None
-        devices, axes = jax.devices()[:count], (jax.sharding.AxisType.Auto,)
-        return jax.make_mesh((count,), ("data",), axis_types=axes, devices=devices)
 
     def placed(self, way: str, weights: PyTree) -> PyTree:
         """The decoder's weights, or their shapes, stacked where a way has them."""
@@ -288,6 +288,12 @@ class Run:
     def batches(self) -> Iterator[Row]:
         found = batches(self.train, self.args.batch, self.args.seed)
         return (self.on_devices(rows, 1) for rows in found)
+
+
+def mesh_of(count: int) -> jax.sharding.Mesh:
+    """The first devices, as one axis."""
+    devices, axes = jax.devices()[:count], (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((count,), ("data",), axis_types=axes, devices=devices)
 
 
 def lora_of(args: argparse.Namespace, decoder: Decoder) -> Lora:
