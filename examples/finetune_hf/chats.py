@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from .folder import FolderError
+from .records import parsed
 
 #: Tokens, and for each of them true if it is learned.
 Turn = tuple[list[int], list[bool]]
@@ -20,39 +21,33 @@ _USER = {"role": "user", "content": "x"}
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A chat, and the tokenizer whose template renders it.
+    """A chat, and the tokenizer whose template renders it."""
 
-    Attributes:
-      where: The chat's file and line, for messages.
-      messages: The messages.
-      tools: The tools that the template is passed.
-      tokenizer: The tokenizer.
-    """
-
-    where: str
+    where: str  # the chat's file and line, for messages
     messages: Sequence[Mapping[str, Any]]
-    tools: Any
+    tools: Any  # that the template is passed
     tokenizer: Any
+    known: int = 0  # messages of the prompt, of which nothing is learned
 
     @classmethod
-    def of(cls, where: str, given: Any, tokenizer: Any) -> "Chat":
-        """Reads a line's chat.
-
-        Raises:
-          FolderError: If it is none, or if the assistant says nothing.
-        """
-        messages = given.get("messages") if isinstance(given, dict) else None
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+    def of(
+        cls, where: str, messages: Any, tools: Any, tokenizer: Any, known: int = 0
+    ) -> "Chat":
+        """Reads a record's chat."""
+        if not all(map(_is_message, messages)):
             raise FolderError(
-                f"{where} has no messages of role and content, and no text."
+                f"{where} has no messages of role and content, no prompt and completion"
+                " (two strings or two such lists), no instruction and output, and no"
+                " text."
             )
-        if not any(x["role"] == "assistant" for x in messages):
+        if not any(x["role"] == "assistant" for x in messages[known:]):
             raise FolderError(
                 f"{where} has no assistant's turn: there is nothing to learn."
             )
         if tokenizer.chat_template is None:
             raise FolderError("the tokenizer has no chat template: give plain text.")
-        return cls(where, messages, given.get("tools"), tokenizer)
+        tools = parsed(where, tools or "null") if isinstance(tools, str) else tools
+        return cls(where, messages, tools, tokenizer, known)
 
     def turns(self) -> list[Turn]:
         """Returns documents in which the assistant's turns are learned.
@@ -60,12 +55,9 @@ class Chat:
         A turn is learned as the model writes it, after the prompt that the template
         renders for it. Templates may render a turn otherwise once another one follows,
         as those do that leave thoughts out. Such a turn has a document of its own.
-
-        Raises:
-          FolderError: If the template refuses the chat, or leaves out what is said.
         """
         found = list[Turn]()
-        for n in reversed(range(len(self.messages))):
+        for n in reversed(range(self.known, len(self.messages))):
             if self.messages[n]["role"] != "assistant":
                 continue
             tokens, start, stop = self._turn(n)
@@ -82,7 +74,7 @@ class Chat:
         prompt, text = self._prompt(n, shown)
         self._refuse_hidden(n, text[len(os.path.commonprefix([prompt, text])) :])
         tokens = self._tokens(text)
-        start = _common(self._tokens(prompt), tokens)
+        start = common(self._tokens(prompt), tokens)
         return tokens, start, len(tokens) - self._beyond(n, shown, tokens[start:])
 
     def _beyond(self, n: int, shown: str, written: Sequence[int]) -> int:
@@ -93,7 +85,7 @@ class Chat:
         except FolderError:
             return 0
         tokens = self._tokens(shown)
-        count = len(tokens) - _common(self._tokens(followed), tokens)
+        count = len(tokens) - common(self._tokens(followed), tokens)
         if count >= len(written) or not (
             message.get("content") or message.get("tool_calls")
         ):
@@ -182,7 +174,7 @@ class Chat:
         ]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(one), len(other)))

@@ -1,5 +1,6 @@
 """The command: trains, stops when asked to, and goes on."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -9,20 +10,16 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import numpy as np
 
 import paged_optax as po
 
 from .arguments import WAYS, parse_arguments
 from .display import picture, progress, reporter
 from .folder import FolderError, refuse_existing
-from .run import POOL, Run, pinned_gigabytes
+from .run import POOL, Run, merge, pinned_gigabytes
 from .store import Store, working
-
-PyTree = Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     # XLA's pool would grow to twice what is needed, and end at 64 GiB.
     os.environ[POOL] = str(pinned_gigabytes())
+    with contextlib.suppress(RuntimeError):  # JAX has begun already
+        if args.devices > 1:
+            jax.config.update("jax_num_cpu_devices", args.devices)
     try:
         if args.resume and args.output.exists():
             raise FolderError(
@@ -37,7 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f" {working(args.output)} can be removed."
             )
         refuse_existing(args.output)
-        train(Run.of(args))
+        if args.text is None:
+            merge(args)
+            print(f"wrote {args.output}")
+        else:
+            run = Run.of(args)
+            store = Store.of(args, run.folder, [*run.train, *run.held_out])
+            with contextlib.closing(store):
+                train(run, store)
     except (FolderError, po.SplitError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -47,15 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(run: Run) -> None:
+def train(run: Run, store: Store) -> None:
     """Trains, from the start or from where the last command stopped."""
-    store = Store.of(run.args, run.folder, [*run.train, *run.held_out])
     host = run.host_bytes()
     run.refuse_small_host(host)
+    _, left = run.folder.beside(*run.method.takes)
     store.take(anew=not run.args.resume)
     learned = sum(int(row["weights"].sum()) for row in run.train)
     count, length = len(run.train), run.args.length
     print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
+    if left:
+        print(f"not taken over from {run.folder.path}: {', '.join(left)}")
     there = f"{host / 2**30:.1f} GiB of host memory"
     print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
     report = reporter(run.args.report_to, vars(run.args))
@@ -79,7 +88,7 @@ def train(run: Run) -> None:
                     f"the loss of step {number} is {loss}: give less --learning-rate."
                 )
             rate = batch["tokens"].size / (time.perf_counter() - began)
-            held = evaluated(run, carry[0]) if due(run, number) else ""
+            held = run.evaluated(carry[0], run.held_out) if due(run, number) else ""
             note(number, loss, held)
             shown(number, loss, rate, held)
             report(number, {"loss": loss, "held out": held, "tokens/s": rate})
@@ -99,6 +108,10 @@ def train(run: Run) -> None:
     picture(run.args.output / "losses.csv", run.args.output / "losses.png")
     shutil.rmtree(store.path)
     print(f"wrote {run.args.output}")
+    if parts := run.decoder.untrained(run.folder):
+        print(f"not trained: {' and '.join(parts)}, which are as they were")
+    if run.args.method == "qlora":
+        print(run.compared(carry[0]))
 
 
 def asked_to_stop() -> list[int]:
@@ -123,11 +136,3 @@ def due(run: Run, number: int) -> bool:
     """Whether the held-out loss is computed after this step."""
     every = max(1, run.steps // 10)
     return bool(run.held_out) and (number % every == 0 or number == run.steps)
-
-
-def evaluated(run: Run, params: PyTree) -> float:
-    """The held-out loss: the mean over tokens."""
-    loss = jax.jit(run.split.loss)
-    weights = [float(row["weights"].sum()) for row in run.held_out]
-    losses = [float(loss(params, *run.frozen, row)) for row in run.held_out]
-    return float(np.average(losses, weights=weights))

@@ -2,11 +2,13 @@
 
 import contextlib
 import csv
+import importlib
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
@@ -48,32 +50,27 @@ def progress(steps: int, start: int, every: int) -> Iterator[Show]:
 def reporter(kind: str, arguments: Mapping[str, Any]) -> Callable[..., None]:
     """Reports a step's numbers to TensorBoard or Weights & Biases, or to nothing."""
     known = lambda values: {n: x for n, x in values.items() if x != ""}
+    package = {"tensorboard": "tensorboardX"}.get(kind, kind)
     try:
-        if kind == "tensorboard":
-            from tensorboardX import SummaryWriter
-
-            writer = SummaryWriter(f"{arguments['output']}.tensorboard")
-            return lambda number, values: [
-                writer.add_scalar(name, x, number) for name, x in known(values).items()
-            ]
-        if kind == "wandb":
-            import wandb
-
-            settings = {name: str(x) for name, x in arguments.items()}
-            run = wandb.init(project="finetune_hf", config=settings)
-            return lambda number, values: run.log(known(values), step=number)
+        module = None if kind == "none" else importlib.import_module(package)
     except ImportError as error:
         raise FolderError(
-            f"--report-to {kind}: {error}. pip install"
-            f" {'tensorboardX' if kind == 'tensorboard' else kind}."
+            f"--report-to {kind}: {error}. pip install {package}."
         ) from None
-    return lambda number, values: None
+    if module is None:
+        return lambda number, values: None
+    if kind == "tensorboard":
+        writer = module.SummaryWriter(f"{arguments['output']}.tensorboard")
+        return lambda number, values: [
+            writer.add_scalar(name, x, number) for name, x in known(values).items()
+        ]
+    settings = {name: str(x) for name, x in arguments.items()}
+    run = module.init(project="finetune_hf", config=settings)
+    return lambda number, values: run.log(known(values), step=number)
 
 
 def picture(losses: pathlib.Path, path: pathlib.Path) -> None:
     """Draws the losses."""
-    from matplotlib.figure import Figure
-
     with losses.open() as file:
         found = list(csv.DictReader(file))
     figure = Figure(figsize=(6, 4))

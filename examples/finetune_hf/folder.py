@@ -6,11 +6,13 @@ files that begin with the same headers: what was not trained comes out bit for b
 
 import contextlib
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import pathlib
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,24 +23,27 @@ from jax.typing import DTypeLike
 DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 #: Bytes of a file's beginning and end by which it is known again.
 SAMPLE = 1 << 20
-#: Files that a new folder takes over as they are.
-BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates")
+#: Files of weights in any format, which a new folder does not take over.
+WEIGHTS = re.compile(
+    r"[.](safetensors|(bin|pth?|ckpt|gguf|h5|msgpack|onnx|ot)([.]index[.]json)?)$"
+)
+#: Hidden entries, and those of a run whose output is in the folder.
+OURS = re.compile(r"^[.]|[.](run|writing)$")
+BIN = """{0} has weights in .bin alone. With torch two lines convert them:
+from transformers import AutoModelForCausalLM as Model
+Model.from_pretrained({1}, dtype="auto").save_pretrained({1})"""
 
 
 class FolderError(ValueError):
-    """A folder that cannot be used: one sentence says why, and what to do."""
+    """Input that the command refuses: it says why, and what to do.
+
+    All that reads a folder, a text or a run raises it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where a tensor is.
-
-    Attributes:
-      file: The name of its file.
-      start: Its first byte there.
-      dtype: Its dtype.
-      shape: Its shape.
-    """
+    """Where a tensor is: its first byte in the file of this name."""
 
     file: str
     start: int
@@ -52,14 +57,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder with `config.json` and `.safetensors` files.
-
-    Attributes:
-      path: Where it is.
-      config: What `config.json` says.
-      tensors: Where each tensor is, by its name.
-      headers: What each file begins with.
-    """
+    """A folder with `config.json`, and `.safetensors` files with their headers."""
 
     path: pathlib.Path
     config: Mapping[str, Any]
@@ -68,11 +66,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: pathlib.Path) -> "Folder":
-        """Reads the configuration and the files' headers.
-
-        Raises:
-          FolderError: If something is missing, or not whole.
-        """
+        """Reads the configuration and the files' headers."""
         if not path.is_dir():
             raise FolderError(f"{path} is no folder: pass one with a config.json.")
         there = path / "config.json"
@@ -89,6 +83,8 @@ class Folder:
             files = sorted(set(named.values()))
         else:
             files = sorted(x.name for x in path.glob("*.safetensors"))
+        if not files and any(path.glob("*.bin")):
+            raise FolderError(BIN.format(path, repr(str(path))))
         if not files:
             raise FolderError(f"{path} has no .safetensors files: download it again.")
         tensors, headers = dict[str, Tensor](), dict[str, bytes]()
@@ -96,6 +92,13 @@ class Folder:
             headers[name], found = _read_header(path / name)
             tensors |= found
         return cls(path, config, tensors, headers)
+
+    @classmethod
+    def of_adapter(cls, path: pathlib.Path) -> "Folder":
+        """Reads the configuration and the header of PEFT's adapters."""
+        config, name = _json(path / "adapter_config.json"), "adapter_model.safetensors"
+        header, tensors = _read_header(path / name)
+        return cls(path, config, tensors, {name: header})
 
     @property
     def dtype(self) -> np.dtype:
@@ -126,60 +129,57 @@ class Folder:
     def write(
         self, path: pathlib.Path, values: Iterator[tuple[str, np.ndarray]]
     ) -> None:
-        """Writes a folder like this one with other weights.
-
-        Args:
-          path: The new folder, which does not exist.
-          values: Names and weights, one after the other; each is converted to the dtype
-            that it has here.
-
-        Raises:
-          FolderError: If `path` exists, or if the weights are not those of this folder.
-        """
+        """Writes a folder like this one with other weights, in the dtypes of here."""
         with new_folder(path) as partial:
-            self.copy(partial, BESIDE)
+            self.copy(partial, "*")
             for name, header in self.headers.items():
                 (partial / name).write_bytes(header)
             missing = dict(self.tensors)
             for name, value in values:
                 where = missing.pop(name)
                 if value.shape != where.shape:
-                    raise FolderError(
-                        f"{name} has shape {value.shape}, not {where.shape}."
-                    )
+                    raise FolderError(f"{name} has shape {value.shape} here.")
                 with (partial / where.file).open("r+b") as file:
                     file.seek(where.start)
                     file.write(np.ascontiguousarray(value, where.dtype).tobytes())
             if missing:
-                raise FolderError(
-                    f"{min(missing)} was not written: {path} is not whole."
-                )
+                raise FolderError(f"{min(missing)} was not written to {path}.")
 
-    def copy(self, path: pathlib.Path, patterns: Iterable[str]) -> None:
-        """Copies the files that have such names into another folder."""
-        for pattern in patterns:
-            for file in self.path.glob(pattern):
-                if file.is_dir():
-                    shutil.copytree(file, path / file.name)
-                else:
-                    shutil.copy(file, path)
+    def copy(self, path: pathlib.Path, *patterns: str) -> None:
+        """Copies what `beside` lists into another folder."""
+        for entry in self.beside(*patterns)[0]:
+            copy = shutil.copytree if entry.is_dir() else shutil.copy
+            copy(entry, path / entry.name)
+
+    def beside(self, *patterns: str) -> tuple[list[pathlib.Path], list[str]]:
+        """Lists what a new folder takes over beside weights, and the others' names.
+
+        Folders with weights, such as checkpoints, are not taken. A file that cannot be
+        opened is an error now.
+        """
+        taken, left = list[pathlib.Path](), list[str]()
+        for entry in sorted(self.path.iterdir()):
+            files = [x for x in (entry, *entry.rglob("*")) if not x.is_dir()]
+            named = any(fnmatch.fnmatch(entry.name, x) for x in patterns)
+            if not named or OURS.search(entry.name):
+                left.append(entry.name)
+            elif any(WEIGHTS.search(x.name) for x in files):
+                left.append(entry.name)
+            else:
+                taken.append(entry)
+                for file in files:
+                    file.open("rb").close()
+        return taken, [name for name in left if name not in self.headers]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """An array that is read when it is used: a tensor, or several stacked.
-
-    Attributes:
-      folder: Where they are.
-      names: Their names.
-      shape: The array's shape.
-      dtype: Its dtype, to which they are converted.
-    """
+    """An array that is read when it is used: a tensor, or several stacked."""
 
     folder: Folder
     names: Sequence[str]
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype  # to which they are converted
 
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
@@ -191,11 +191,7 @@ class Tensors:
 
 @contextlib.contextmanager
 def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A new folder, which has another name until it is whole.
-
-    Raises:
-      FolderError: If there is one of its name.
-    """
+    """A new folder, which has another name until it is whole."""
     refuse_existing(path)
     partial = path.with_name(f"{path.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)
@@ -225,7 +221,7 @@ def _json(path: pathlib.Path) -> Mapping[str, Any]:
 def _read_header(path: pathlib.Path) -> tuple[bytes, dict[str, Tensor]]:
     """What a file begins with, and where its tensors are."""
     if not path.exists():
-        raise FolderError(f"{path} is missing: the index names it. Download it again.")
+        raise FolderError(f"{path} is missing: download the folder again.")
     size = path.stat().st_size
     broken = FolderError(
         f"{path} is not whole: it has {size:,} bytes. Download it again."

@@ -3,7 +3,6 @@
 It computes what transformers computes for text; pictures are not trained on.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,35 +34,20 @@ ATTENTION = ("full_attention", "sliding_attention")
 THETA = {"full_attention": 1e6, "sliding_attention": 1e4}
 
 
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary positions: their base, and what positions are divided by."""
+def rope_of(config: Mapping[str, Any], kind: str) -> tuple[float, float]:
+    """Returns the base of rotary positions in layers of one kind, and their divisor.
 
-    theta: float
-    factor: float
-
-    @staticmethod
-    def of(config: Mapping[str, Any], kind: str) -> "Rope":
-        """Those of the layers of one kind.
-
-        They stand in `rope_parameters` by kind (transformers 5), or in three fields.
-
-        Raises:
-          FolderError: If they are scaled otherwise than linearly.
-        """
-        given = config.get("rope_parameters") or {}
-        if kind in given:
-            said = given[kind]
-            theta = said.get("rope_theta", THETA[kind])
-        elif kind == "full_attention":
-            said = config.get("rope_scaling") or {}
-            theta = config.get("rope_theta", THETA[kind])
-        else:
-            said, theta = {}, config.get("rope_local_base_freq", THETA[kind])
-        how = said.get("rope_type", said.get("type", "default"))
-        if how not in ("default", "linear"):
-            raise FolderError(f"config.json: rope_type={how!r} is not computed.")
-        return Rope(theta, said.get("factor", 1.0) if how == "linear" else 1.0)
+    They stand in `rope_parameters` by kind (transformers 5), or in three fields.
+    """
+    is_full = kind == "full_attention"
+    said = (config.get("rope_parameters") or {}).get(kind)
+    said = said or (is_full and config.get("rope_scaling")) or {}
+    field = "rope_theta" if is_full else "rope_local_base_freq"
+    how = said.get("rope_type", said.get("type", "default"))
+    if how not in ("default", "linear"):
+        raise FolderError(f"config.json: rope_type={how!r} is not computed.")
+    theta = said.get("rope_theta", config.get(field, THETA[kind]))
+    return theta, said.get("factor", 1.0) if how == "linear" else 1.0
 
 
 class Norm(RMSNorm):
@@ -108,7 +92,7 @@ class Layer(eqx.Module):
         self, config: Mapping[str, Any], kind: str, *, key: jax.Array, dtype: DTypeLike
     ) -> None:
         width, head = config["hidden_size"], config["head_dim"]
-        rope, eps = Rope.of(config, kind), config["rms_norm_eps"]
+        (theta, self.factor), eps = rope_of(config, kind), config["rms_norm_eps"]
         norm = lambda: Norm(width, eps=eps, dtype=dtype)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
@@ -117,7 +101,7 @@ class Layer(eqx.Module):
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
             head_dim=head,
-            rope_theta=rope.theta,
+            rope_theta=theta,
             key=key,
             dtype=dtype,
         )
@@ -132,7 +116,6 @@ class Layer(eqx.Module):
         self.mlp = MLP(width, config["intermediate_size"], key=key, dtype=dtype)
         is_local = kind == "sliding_attention"
         self.window = config["sliding_window"] if is_local else None
-        self.factor = rope.factor
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, mask: jax.Array
@@ -189,11 +172,7 @@ class Gemma(eqx.Module):
 
 
 def kinds(config: Mapping[str, Any], count: int) -> list[str]:
-    """What each layer's attention sees.
-
-    Raises:
-      FolderError: If `layer_types` has other kinds, or another number of them.
-    """
+    """What each layer's attention sees."""
     every = config.get("sliding_window_pattern", PATTERN)
     local = [bool((n + 1) % every) for n in range(count)]
     said = config.get("layer_types") or [ATTENTION[x] for x in local]

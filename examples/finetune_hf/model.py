@@ -78,36 +78,20 @@ HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
-    """A decoder.
-
-    Attributes:
-      family: Its class in transformers.
-      config: What `config.json` says of it.
-      dtype: Of its parameters.
-      static: What of it is no parameter.
-      shapes: Its parameters' shapes.
-      experts: How many experts layers have.
-      prefix: What its tensors' names begin with.
-      module: The same in transformers.
-    """
+    """A decoder of a family, which is its class in transformers."""
 
     family: str
-    config: Mapping[str, Any]
-    dtype: np.dtype
-    static: PyTree
-    shapes: PyTree
-    experts: int
-    prefix: str
-    module: str
+    config: Mapping[str, Any]  # what `config.json` says of it
+    dtype: np.dtype  # of its parameters
+    static: PyTree  # what of it is no parameter
+    shapes: PyTree  # of its parameters
+    experts: int  # of a layer
+    prefix: str  # that its tensors' names begin with
+    module: str  # the same in transformers
 
     @classmethod
     def of(cls, folder: Folder, dtype: DTypeLike) -> "Decoder":
-        """The decoder that a folder has.
-
-        Raises:
-          FolderError: If it is of another family, or its configuration says what is not
-            computed so.
-        """
+        """The decoder that a folder has."""
         (family, *_) = folder.config.get("architectures") or [None]
         config = folder.config.get("text_config") or folder.config
         for part in (folder.config, config):
@@ -134,18 +118,14 @@ class Decoder:
         return loss_of(eqx.combine(params, self.static), row)
 
     def read(self, folder: Folder) -> PyTree:
-        """A folder's weights, as the parameters are named; they are read when used.
-
-        Raises:
-          FolderError: If a tensor is missing, of another shape, or is left over.
-        """
+        """A folder's weights, as the parameters are named; they are read when used."""
         used: set[str] = set()
 
         def value(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Tensors:
             names = self.names(path)
             used.update(names)
             for name in names:
-                _refuse_other(folder, name, shape.shape[len(names) > 1 :])
+                refuse_shape(folder, name, shape.shape[len(names) > 1 :])
             return Tensors(folder, names, shape.shape, shape.dtype)
 
         params = jax.tree_util.tree_map_with_path(value, self.shapes)
@@ -164,11 +144,7 @@ class Decoder:
         return params
 
     def length(self, asked: int | None, usual: int) -> int:
-        """Tokens of a row: as asked, or as usual if the model has so many positions.
-
-        Raises:
-          FolderError: If it has fewer, or if it would see a window of them.
-        """
+        """Tokens of a row: as asked, or as usual if the model has so many positions."""
         fields = ["max_position_embeddings"]
         if "sliding_window" in UNSAID.get(self.family, {}):
             fields.append("sliding_window")
@@ -196,6 +172,11 @@ class Decoder:
         names = (x for x in folder.tensors if not x.endswith("rotary_emb.inv_freq"))
         others = () if self.prefix == "model." else PICTURES
         return [name for name in names if not name.startswith(others)]
+
+    def untrained(self, folder: Folder) -> list[str]:
+        """The parts of a model that are left as they are, such as a vision tower."""
+        parts = {x for x in PICTURES for name in folder.tensors if name.startswith(x)}
+        return sorted(x.removeprefix("model.").removesuffix(".") for x in parts)
 
     def names(self, path: tuple[Any, ...]) -> list[str]:
         """The tensors that a parameter is made of: one, or one of each expert."""
@@ -228,10 +209,13 @@ class Decoder:
 
 
 def loss_of(decoder: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
-    """The sum of a row's losses, and how many of its tokens count.
+    """The sum of a row's losses, or of several rows', and how many tokens count.
 
     Tokens see those before them in their own document, `row["segments"]`.
     """
+    if row["segments"].ndim > 1:
+        each = jax.vmap(lambda row: loss_of(decoder, row))(row)
+        return po.WeightedLoss(*map(jnp.sum, each))
     segments = row["segments"]
     mask = jnp.tril(segments[:, None] == segments[None, :])
     x, _ = decoder.model(row["tokens"], row["positions"], mask)
@@ -262,13 +246,7 @@ def refuse(family: str | None, config: Mapping[str, Any]) -> None:
         raise FolderError(
             f"config.json: architectures={[family]} is none of {', '.join(FAMILIES)}."
         )
-    for field, values in (PLAIN | FAMILIES[family]).items():
-        value = config.get(field)
-        if value is not None and value not in values:
-            raise FolderError(
-                f"config.json: {field}={value!r} is not computed here, only"
-                f" {' or '.join(map(repr, values)) or 'none'}."
-            )
+    refuse_values("config.json", PLAIN | FAMILIES[family], config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config.get("rope_parameters") and config.get("rope_scaling"):
         raise FolderError(
@@ -280,7 +258,20 @@ def refuse(family: str | None, config: Mapping[str, Any]) -> None:
             raise FolderError(f"config.json has two values of {field}: leave one.")
 
 
-def _refuse_other(folder: Folder, name: str, shape: tuple[int, ...]) -> None:
+def refuse_values(
+    file: str, fields: Mapping[str, Sequence[Any]], config: Mapping[str, Any]
+) -> None:
+    """Refuses fields that have other values than those that are computed."""
+    for field, values in fields.items():
+        value = config.get(field)
+        if value is not None and value not in values:
+            raise FolderError(
+                f"{file}: {field}={value!r} is not computed here, only"
+                f" {' or '.join(map(repr, values)) or 'none'}."
+            )
+
+
+def refuse_shape(folder: Folder, name: str, shape: tuple[int, ...]) -> None:
     """Refuses a tensor that is missing, or of another shape."""
     if name not in folder.tensors:
         raise FolderError(f"{name} is missing in {folder.path}: is it another model's?")

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
 
 from .arguments import LENGTH, RATES, WAYS
 from .folder import Folder, FolderError
-from .methods import Full, Lora, Method
+from .methods import Full, Lora
 from .model import Decoder
-from .text import Row, batches, documents, fitted, rows
+from .text import Row, batches, documents, fitted, rows, stacked
 
 PyTree = Any
 
@@ -30,29 +31,18 @@ POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 @dataclasses.dataclass
 class Run:
-    """A training run.
-
-    Attributes:
-      args: The command line.
-      folder: The folder that is trained.
-      decoder: Its decoder.
-      method: What of it is trained.
-      split: The method's loss, taken apart.
-      tx: The optimizer.
-      train: Rows to train on.
-      held_out: Rows to evaluate on.
-      steps: How many steps there are.
-    """
+    """A training run."""
 
     args: argparse.Namespace
     folder: Folder
     decoder: Decoder
-    method: Method
-    split: po.SplitModel
+    method: Full | Lora  # what is trained
+    split: po.SplitModel  # the method's loss, taken apart
     tx: optax.GradientTransformation
     train: Sequence[Row]
-    held_out: Sequence[Row]
+    held_out: Sequence[Row]  # to evaluate on
     steps: int
+    mesh: jax.sharding.Mesh | None  # that divides weights and rows; None: one device
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Run":
@@ -61,23 +51,26 @@ class Run:
         decoder = Decoder.of(folder, args.dtype or folder.dtype)
         args.length = decoder.length(args.length, LENGTH)
         args.batch *= args.gradient_accumulation
+        if args.batch % args.devices or args.devices > jax.device_count():
+            raise FolderError(
+                f"--devices {args.devices}: there are {jax.device_count()}, and they"
+                f" divide the {args.batch} rows of a step: give a multiple of rows."
+            )
+        if args.devices > 1 and decoder.experts:
+            raise FolderError("--devices 1 is what experts are computed on: leave it.")
         if args.gradient_accumulation > 1:
             print(f"batch: {args.batch} rows a step, added up one at a time")
-        read = documents(args.text, tokenizer_of(args.checkpoint))
-        fit, longer = fitted(read, args.length, args.too_long)
-        if longer:
-            how = (
-                "left out" if args.too_long == "drop" else f"cut at the {args.too_long}"
-            )
-            print(f"text: {longer} of {len(read)} are longer than a row, and {how}")
-        found = rows(fit, args.length)
-        decoder.refuse_tokens(found)
-        aside = math.ceil(args.held_out * len(found))
-        train, held_out = found[: len(found) - aside], found[len(found) - aside :]
+        tokenizer = tokenizer_of(args.checkpoint)
+        train, held_out = rows_of(args, args.text, tokenizer), []
+        if args.eval_text:
+            held_out = rows_of(args, args.eval_text, tokenizer)
+        elif aside := math.ceil(args.held_out * len(train)):
+            train, held_out = train[:-aside], train[-aside:]
+        decoder.refuse_tokens([*train, *held_out])
         if len(train) == 0:
             raise FolderError(
-                f"{args.text} has {len(found)} rows of {args.length} tokens, and none"
-                " to train on: give more text, or less --held-out."
+                f"{args.text} has no row of {args.length} tokens to train on: give more"
+                " text, or less --held-out."
             )
         return cls.on(args, folder, decoder, train, held_out)
 
@@ -91,10 +84,7 @@ class Run:
         held_out: Sequence[Row] = (),
     ) -> "Run":
         """A run on rows, which has read no weights yet."""
-        method = Full(decoder)
-        if args.method != "full":
-            in_four_bits = args.method == "qlora"
-            method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
+        method = Full(decoder) if args.method == "full" else lora_of(args, decoder)
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
         args.learning_rate = args.learning_rate or RATES[args.method]
         rate = schedule(args.lr_scheduler_type, args.learning_rate, args.warmup, steps)
@@ -104,10 +94,16 @@ class Run:
         else:
             how["master_remainders"] = method.frozen is None
             tx = po.paged_adamw_8bit(rate, **how)
-        split = po.split_layers(
-            method.loss, method.params, train[0], frozen=method.frozen
-        )
-        return cls(args, folder, decoder, method, split, tx, train, held_out, steps)
+        row, loss, mesh = train[0], method.loss, None
+        if args.devices > 1:
+            row, mesh = stacked([row] * args.devices), mesh_of(args.devices)
+            # Weights are gathered where they are used: rows stay on their devices.
+            whole = NamedSharding(mesh, PartitionSpec())
+            gather = lambda x: jax.lax.with_sharding_constraint(x, whole)
+            loss = lambda *x: method.loss(*jax.tree.map(gather, x[:-1]), x[-1])
+        split = po.split_layers(loss, method.params, row, frozen=method.frozen)
+        parts = args, folder, decoder, method, split, tx, train, held_out, steps
+        return cls(*parts, mesh)
 
     @functools.cached_property
     def way(self) -> str:
@@ -138,7 +134,8 @@ class Run:
             None if self.method.frozen is None else optax.sgd(1.0),
             device_memory=memory,
             codec="dynamic_int8" if self.decoder.dtype.itemsize == 2 else None,
-            batch=1,
+            devices=self.args.devices,
+            batch=self.args.devices,
             length=self.args.length,
             heads=self.decoder.config["num_attention_heads"],
             fused_head=True,
@@ -149,14 +146,16 @@ class Run:
         config, shapes = self.decoder.config, self.decoder.shapes
         # Rows go through a layer one by one, and all their inputs are kept.
         row = self.args.length * config["hidden_size"] * self.decoder.dtype.itemsize
-        kept = (self.args.batch - 1) * config["num_hidden_layers"] * row
+        count = self.args.batch // self.args.devices - 1
+        kept = count * config["num_hidden_layers"] * row
         found = next(x for x in fits if without_codec(x.way) == WAYS[way][1])
         if self.method.frozen is None:
             return found.device + kept
         # Its weights may be codes, its head has no gradient, and there are adapters.
         head = (shapes.lm_head or shapes.model.embed_tokens).weight
-        frozen = self.placed(way, self.method.frozen)
-        there = placed_bytes(frozen, on_host=False) - head.size * head.dtype.itemsize
+        there = placed_bytes(self.placed(way, self.method.frozen), on_host=False)
+        if self.mesh is None:  # several devices gather the head
+            there -= head.size * head.dtype.itemsize
         adapters = placed_bytes(self.trained(self.method.params), on_host=False)
         return found.device + kept + there + adapters - found.parameters
 
@@ -164,14 +163,34 @@ class Run:
         """The decoder's weights, or their shapes, stacked where a way has them."""
         is_full = self.method.frozen is None
         stack = self.split.stack if is_full else self.split.stack_frozen
-        where = {"on_host": WAYS[way][0], "min_size": self.args.min_size}
-        return from_numpy(stack(weights, **where))
+        return self._divided(
+            functools.partial(stack, min_size=self.args.min_size), WAYS[way][0], weights
+        )
 
     def trained(self, params: PyTree) -> PyTree:
         """What is trained, or its shapes; adapters are on the device."""
         if self.method.frozen is None:
             return self.placed(self.way, params)
-        return from_numpy(self.split.stack(params))
+        return self._divided(self.split.stack, False, params)
+
+    def _divided(
+        self, stack: Callable[..., PyTree], on_host: bool | str, weights: PyTree
+    ) -> PyTree:
+        """Stacks weights, or their shapes, each device's part on it or its host."""
+        if self.mesh is None:
+            return from_numpy(stack(weights, on_host=on_host))
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        placed = jax.tree.leaves(stack(jax.tree.map(shape, weights), on_host=on_host))
+        leaves, structure = jax.tree.flatten(stack(weights))
+        places = po.fully_sharded(structure.unflatten(placed), self.mesh)
+        for n, place in enumerate(jax.tree.leaves(places)):
+            if _is_away(placed[n]):
+                place = place.with_memory_kind("pinned_host")
+            if isinstance(leaves[n], jax.ShapeDtypeStruct):
+                leaves[n] = leaves[n].update(sharding=place)
+            else:
+                leaves[n] = jax.device_put(leaves[n], place)
+        return structure.unflatten(leaves)
 
     def frozen_shapes(self) -> tuple[PyTree, ...]:
         """The shapes of what is not trained, as a step takes it."""
@@ -196,6 +215,8 @@ class Run:
     def target(self) -> tuple[PyTree, ...]:
         """The shapes of `carry`, and where its arrays belong."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        if self.mesh is not None:
+            device = NamedSharding(self.mesh, PartitionSpec())
         placed = lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
         )
@@ -224,8 +245,80 @@ class Run:
         given = next(self.batches()), *self.frozen
         return po.jit_step(run, *carry, *given, donate_argnums=(0, 1, 2))
 
+    @functools.cached_property
+    def loss(self) -> Callable[..., jax.Array]:
+        return jax.jit(self.split.loss)
+
+    def evaluated(self, params: PyTree, found: Sequence[Row]) -> float:
+        """The mean loss of rows over their tokens."""
+        count = self.args.devices
+        blank = {name: 0 * x for name, x in found[0].items()}
+        found = [*found, *[blank] * (-len(found) % count)]
+        groups = [found[n : n + count] for n in range(0, len(found), count)]
+        weights = [sum(float(row["weights"].sum()) for row in x) for x in groups]
+        given = (self.on_devices(stacked(x), 0) for x in groups)
+        losses = [float(self.loss(params, *self.frozen, x)) for x in given]
+        return float(np.average(losses, weights=weights))
+
+    def compared(self, params: PyTree) -> str:
+        """The loss of QLoRA's adapters, and beside the folder's own weights."""
+        found = self.held_out or self.train[:8]
+        text = f"loss of {len(found)} rows: {self.evaluated(params, found):.4f} in NF4"
+        del self.frozen
+        args = argparse.Namespace(**vars(self.args) | {"method": "lora", "way": "auto"})
+        own = Run.on(args, self.folder, self.decoder, self.train, self.held_out)
+        try:
+            own.refuse_small_host(placed_bytes(own.frozen_shapes(), on_host=True))
+            loss = own.evaluated(params, found)
+        except (FolderError, jax.errors.JaxRuntimeError) as error:  # of no memory
+            first = str(error).splitlines()[0]
+            return f"{text}; not computed beside the folder's own weights: {first}"
+        return f"{text}, {loss:.4f} beside the folder's own weights"
+
+    def on_devices(self, rows: Row, axis: int) -> Row:
+        """Divides rows over the devices, along an axis; one has rows one by one."""
+        if self.mesh is None:
+            return rows if axis else {name: x[0] for name, x in rows.items()}
+        place = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, "data"))
+        count = self.args.devices
+        shape = lambda x: (*[-1] * axis, count, *x.shape[1:])
+        put = lambda x: jax.device_put(x.reshape(shape(x)), place)
+        return {name: put(x) for name, x in rows.items()}
+
     def batches(self) -> Iterator[Row]:
-        return batches(self.train, self.args.batch, self.args.seed)
+        found = batches(self.train, self.args.batch, self.args.seed)
+        return (self.on_devices(rows, 1) for rows in found)
+
+
+def mesh_of(count: int) -> jax.sharding.Mesh:
+    """The first devices, as one axis."""
+    devices, axes = jax.devices()[:count], (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((count,), ("data",), axis_types=axes, devices=devices)
+
+
+def lora_of(args: argparse.Namespace, decoder: Decoder) -> Lora:
+    """The adapters that a command line asks for."""
+    drawn = args.rank, args.alpha, args.method == "qlora", args.seed
+    return Lora(decoder, *drawn, args.adapter, args.merge, args.base_name)
+
+
+def merge(args: argparse.Namespace) -> None:
+    """Writes a folder with the adapters of another in its weights."""
+    folder = Folder.open(args.checkpoint)
+    decoder = Decoder.of(folder, args.dtype or folder.dtype)
+    decoder.read(folder)  # refuses what is not whole
+    lora = lora_of(args, decoder)
+    lora.save(folder, args.output, lora.first(folder))
+
+
+def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> list[Row]:
+    """Reads a file as rows."""
+    read = documents(path, tokenizer)
+    fit, longer = fitted(read, args.length, args.too_long)
+    if longer:
+        how = "left out" if args.too_long == "drop" else f"cut at the {args.too_long}"
+        print(f"{path}: {longer} of {len(read)} are longer than a row, and {how}")
+    return rows(fit, args.length)
 
 
 def schedule(kind: str, rate: float, warmup: float, steps: int) -> optax.Schedule:
@@ -262,10 +355,15 @@ def without_codec(way: str) -> str:
 
 
 def placed_bytes(tree: PyTree, *, on_host: bool) -> int:
-    """Bytes of the leaves, or shapes, that are on the host, or on the device."""
-    away = lambda x: getattr(x.sharding, "memory_kind", "") == "pinned_host"
-    there = (x for x in jax.tree.leaves(tree) if away(x) == on_host)
-    return sum(x.size * x.dtype.itemsize for x in there)
+    """Bytes of the leaves, or shapes, that are on the host, or on one device."""
+    part = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+    there = (x for x in jax.tree.leaves(tree) if _is_away(x) == on_host)
+    sizes = ((x.shape if on_host else part(x), x.dtype.itemsize) for x in there)
+    return sum(math.prod(shape) * size for shape, size in sizes)
+
+
+def _is_away(x: Any) -> bool:
+    return getattr(x.sharding, "memory_kind", "") == "pinned_host"
 
 
 def tokenizer_of(path: pathlib.Path) -> Any:

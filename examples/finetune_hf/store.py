@@ -23,11 +23,11 @@ from .text import Row
 PyTree = Any
 #: Arguments that may differ when a run goes on: the others decide its numbers.
 FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "output")
-FREE += ("log_every", "report_to")
+FREE += ("log_every", "report_to", "eval_text", "merge", "base_name")
 #: Of these the content does, wherever it is.
 HASHED = {
-    "text": "what is read of --text, or its tokenizer, has",
-    "checkpoint": "the weights or the configuration of --checkpoint have",
+    "text": "what is read of --text or --eval-text, or the tokenizer, has changed",
+    "checkpoint": "the weights or the configuration of --checkpoint have changed",
 }
 
 
@@ -37,21 +37,13 @@ class Store:
 
     path: pathlib.Path
     decides: dict[str, str]
+    lock: int | None = None
 
     @classmethod
     def of(
         cls, args: argparse.Namespace, folder: Folder, rows: Sequence[Row]
     ) -> "Store":
-        """What is there.
-
-        Args:
-          args: The command line.
-          folder: The folder that is trained; it may have been moved since.
-          rows: What is read of the text.
-
-        Raises:
-          FolderError: If there is one of another run, or none to go on with.
-        """
+        """What is there of a run, whose folder and texts may have been moved."""
         path, decides = working(args.output), vars(args)
         decides = {n: str(x) for n, x in decides.items() if n not in FREE}
         tokens = (x.tobytes() for row in rows for x in row.values())
@@ -63,16 +55,11 @@ class Store:
                 raise FolderError(f"{path} has no run to go on with: leave --resume.")
             before = json.loads(known.read_text())
             for name, value in decides.items():
-                if before.get(name) != value and name in HASHED:
-                    raise FolderError(
-                        f"{HASHED[name]} changed since the run began: give the same, or"
-                        " another --output."
-                    )
-                if before.get(name) != value:
-                    raise FolderError(
-                        f"--{name.replace('_', '-')} was {before.get(name)} as the run"
-                        f" began, and is {value}: give the same, or another --output."
-                    )
+                if (was := before.get(name, value)) != value:
+                    option = f"--{name.replace('_', '-')}"
+                    how = f"{option} was {was} as the run began, and is {value}"
+                    how = HASHED.get(name, how)
+                    raise FolderError(f"{how}: give the same, or another --output.")
         elif known.exists():
             raise FolderError(
                 f"{path} has an unfinished run: --resume goes on with it, another"
@@ -86,11 +73,7 @@ class Store:
         return ocp.CheckpointManager(self.path / "steps", options=options)
 
     def take(self, *, anew: bool) -> None:
-        """Makes the folder this command's own, until it ends; empty, if anew.
-
-        Raises:
-          FolderError: If another command has it.
-        """
+        """Makes the folder this command's own, until it ends; empty, if anew."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.path, os.O_RDONLY)
         try:
@@ -100,6 +83,11 @@ class Store:
         for file in self.path.iterdir() if anew else ():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
 
+    def close(self) -> None:
+        """Leaves the folder to other commands."""
+        if self.lock is not None:
+            os.close(self.lock)
+
     def begin(self) -> None:
         """Notes what decides the run's numbers."""
         partial = self.path / "run.json.writing"
@@ -107,11 +95,7 @@ class Store:
         partial.rename(self.path / "run.json")
 
     def save(self, number: int, carry: Sequence[PyTree]) -> None:
-        """Saves a checkpoint, and only then removes the one before.
-
-        Raises:
-          FolderError: If there is no space for it.
-        """
+        """Saves a checkpoint, and only then removes the one before."""
         try:
             with _quiet():
                 self.manager.save(number, args=ocp.args.StandardSave(list(carry)))

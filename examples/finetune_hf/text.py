@@ -2,66 +2,91 @@
 
 import bisect
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from .chats import Chat
+from .chats import Chat, common
 from .folder import FolderError
+from .records import records
 
+Array = np.ndarray
 #: A row's arrays, see `rows`.
-Row = dict[str, np.ndarray]
+Row = dict[str, Array]
+
+
+#: Of a model without a chat template, as in https://github.com/tatsu-lab/stanford_alpaca.
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that"
+    " appropriately completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
+)
+PAIRED = "paired with an input that provides further context"
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Tokens, and which of them are learned.
-
-    Attributes:
-      tokens: The tokens.
-      learned: For each token, true if it is learned.
-      whole: True if it is never cut between two rows, as a chat.
-    """
+    """Tokens, and which of them are learned."""
 
     tokens: Sequence[int]
     learned: Sequence[bool]
-    whole: bool = False
+    whole: bool = False  # it is never cut between two rows, as a chat
 
 
 def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
-    """Reads a file's documents: of `.jsonl` one or more a line, else the whole file.
-
-    A line is `{"messages": [{"role": ..., "content": ...}]}`, of which the assistant's
-    turns are learned with the tokens that end them, or `{"text": ...}`.
-
-    Raises:
-      FolderError: If nothing is learned, or if a line is neither.
-    """
-    if path.suffix in _TABLES:
-        raise FolderError(f"{path} is {_TABLES[path.suffix]}: give text, or .jsonl.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FolderError(f"{path} cannot be read as text: {error}.") from None
-    if path.suffix != ".jsonl":
-        found = [_text(text, tokenizer)]
-    else:
-        lines = enumerate(text.split("\n"), 1)  # strings may have other line ends
-        found = [
-            document
-            for n, line in lines
-            if line.strip()
-            for document in _line(path, n, line, tokenizer)
-        ]
+    """Reads the documents of a file, see `records` and `documents_of`."""
+    found = [
+        document
+        for where, record in records(path)
+        for document in documents_of(where, record, tokenizer)
+    ]
     if not any(any(x.learned) for x in found):
         raise FolderError(f"{path} has nothing to learn: it is empty.")
     return found
 
 
-_TABLES = {".json": "one JSON", ".csv": "a table", ".parquet": "a table"}
+def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
+    """Reads one record, by its fields.
+
+    `messages` is a chat, whose assistant's turns are learned with the tokens that end
+    them. `prompt` and `completion` are two strings or two lists of messages, of which
+    the second is learned. `instruction`, `input` and `output` are Alpaca's: a chat, or
+    Alpaca's own text without a chat template. `text` is learned as a whole.
+    """
+    match record:
+        case {"messages": [*messages]}:
+            known = 0
+        case {"prompt": [*prompt], "completion": [*answer]}:
+            messages, known = [*prompt, *answer], len(prompt)
+        case {"prompt": str(prompt), "completion": str(answer)}:
+            return [_completed(prompt, answer, tokenizer)]
+        case {"instruction": str(task), "output": str(answer)}:
+            given = record.get("input") or ""
+            if tokenizer.chat_template is None:
+                paired = ", paired with an input that provides further context"
+                more = f"### Input:\n{given}\n\n"
+                prompt = ALPACA.format(
+                    *(paired, task, more) if given else ("", task, "")
+                )
+                return [_completed(prompt, answer, tokenizer)]
+            asked = "\n".join(filter(None, (task, given)))
+            pair = ("user", asked), ("assistant", answer)
+            messages, known = [{"role": x, "content": y} for x, y in pair], 1
+        case {"text": str(text)}:
+            return [_text(text, tokenizer)]
+        case _:
+            messages, known = [None], 0
+    tools = record.get("tools") if isinstance(record, dict) else None
+    turns = Chat.of(where, messages, tools, tokenizer, known).turns()
+    return [Document(*turn, whole=True) for turn in turns]
+
+
+def _completed(prompt: str, answer: str, tokenizer: Any) -> Document:
+    """A text that is learned from where it differs from its prompt."""
+    tokens = _text(prompt + answer, tokenizer).tokens
+    start = common(_text(prompt, tokenizer).tokens, tokens)
+    return Document(tokens, [n >= start for n in range(len(tokens))], whole=True)
 
 
 def _text(text: str, tokenizer: Any) -> Document:
@@ -75,18 +100,6 @@ def _text(text: str, tokenizer: Any) -> Document:
     if text.strip() and last is not None and tokens[-1] != last:
         tokens = [*tokens, last]
     return Document(tokens, [bool(text.strip())] * len(tokens))
-
-
-def _line(path: pathlib.Path, number: int, line: str, tokenizer: Any) -> list[Document]:
-    where = f"{path}, line {number}"
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise FolderError(f"{where} is no JSON: {error}.") from None
-    if isinstance(given, dict) and isinstance(given.get("text"), str):
-        return [_text(given["text"], tokenizer)]
-    turns = Chat.of(where, given, tokenizer).turns()
-    return [Document(*turn, whole=True) for turn in turns]
 
 
 def fitted(
@@ -127,37 +140,46 @@ def rows(found: Sequence[Document], length: int) -> list[Row]:
     """
     chats = [x for x in found if x.whole]
     packed = [*_cut([x for x in found if not x.whole], length), *_fit(chats, length)]
-    made = list[Row]()
-    for row in packed:
-        missing = length - len(row["tokens"])  # filled up by no document
-        types = {"weights": np.float32}
-        padded = {n: np.pad(x, (0, missing)) for n, x in row.items()}
-        row = {n: x.astype(types.get(n, np.int32)) for n, x in padded.items()}
-        if row["weights"].any():
-            made.append(row)
-    return made
+    return [row for row in packed if row["weights"].any()]
+
+
+def _row(
+    length: int, tokens: Array, labels: Array, document: Array, learned: Array
+) -> Row:
+    """A row of tokens, and of their documents' numbers, filled up by no document."""
+    begins = np.searchsorted(document, document)
+    arrays = {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": np.arange(len(document)) - begins,
+        "segments": document - document[:1] + 1,
+        "weights": learned,
+    }
+    types, missing = {"weights": np.float32}, (0, length - len(tokens))
+    padded = {name: np.pad(x, missing) for name, x in arrays.items()}
+    return {name: x.astype(types.get(name, np.int32)) for name, x in padded.items()}
+
+
+def _join(
+    found: Sequence[Document], part: slice = slice(None)
+) -> tuple[Array, Array, Array]:
+    """The tokens of a part of each document, its number, and whether it is learned."""
+    tokens = [np.asarray(x.tokens[part], np.int32) for x in found]
+    learned = [np.asarray(x.learned[part], bool) for x in found]
+    numbers = np.repeat(np.arange(len(found)), [len(x) for x in tokens])
+    return np.concatenate(tokens), numbers, np.concatenate(learned)
 
 
 def _cut(found: Sequence[Document], length: int) -> Iterator[Row]:
     """Cuts documents, one after the other, into rows."""
     if not found:
         return
-    tokens = np.concatenate([np.asarray(x.tokens, np.int32) for x in found])
-    learned = np.concatenate([np.asarray(x.learned, bool) for x in found])
-    sizes = [len(x.tokens) for x in found]
-    documents = np.repeat(np.arange(len(found)), sizes)
+    tokens, documents, learned = _join(found)
     for start in range(0, max(len(tokens) - 1, 0), length):
         chosen = slice(start, min(start + length, len(tokens) - 1))
         after = slice(chosen.start + 1, chosen.stop + 1)
-        document = documents[chosen]
-        begins = np.searchsorted(document, document)
-        yield {
-            "tokens": tokens[chosen],
-            "labels": tokens[after],
-            "positions": np.arange(len(document)) - begins,
-            "segments": document - document[0] + 1,
-            "weights": learned[after] & (documents[after] == document),
-        }
+        known = learned[after] & (documents[after] == documents[chosen])
+        yield _row(length, tokens[chosen], tokens[after], documents[chosen], known)
 
 
 def _fit(found: Sequence[Document], length: int) -> Iterator[Row]:
@@ -173,17 +195,9 @@ def _fit(found: Sequence[Document], length: int) -> Iterator[Row]:
         packed[row].append(x)
         bisect.insort(space, (free - needed, row))
     for row in packed:
-        sizes = [len(x.tokens) - 1 for x in row]
-        join = lambda arrays, dtype: np.concatenate(
-            [np.asarray(x, dtype) for x in arrays]
-        )
-        yield {
-            "tokens": join((x.tokens[:-1] for x in row), np.int32),
-            "labels": join((x.tokens[1:] for x in row), np.int32),
-            "positions": join(map(np.arange, sizes), np.int32),
-            "segments": np.repeat(np.arange(1, len(row) + 1), sizes),
-            "weights": join((x.learned[1:] for x in row), bool),
-        }
+        tokens, numbers, _ = _join(row, slice(-1))
+        labels, _, learned = _join(row, slice(1, None))
+        yield _row(length, tokens, labels, numbers, learned)
 
 
 def batches(found: Sequence[Row], size: int, seed: int) -> Iterator[Row]:
@@ -192,5 +206,10 @@ def batches(found: Sequence[Row], size: int, seed: int) -> Iterator[Row]:
     while True:
         while len(waiting) < size:
             waiting += [found[n] for n in draw.permutation(len(found))]
-        chosen, waiting = waiting[:size], waiting[size:]
-        yield {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+        yield stacked(waiting[:size])
+        waiting = waiting[size:]
+
+
+def stacked(found: Sequence[Row]) -> Row:
+    """Rows along a leading axis."""
+    return {name: np.stack([row[name] for row in found]) for name in found[0]}

@@ -56,6 +56,7 @@ _OPTIONS = {
         f"one of {', '.join(CARDS)}: the default of --device-memory, --link and"
         " --teraflops",
     ),
+    "--host-memory": ("BYTES", "such as 12GiB: counted too (default: not counted)"),
     "--dtype": ("DTYPE", "of the parameters (default: bfloat16, or the model's)"),
     "--codec": ("NAME", "of the moments, such as dynamic_int8 (default: none)"),
     "--master-dtype": ("DTYPE", "of master weights, such as float32"),
@@ -71,6 +72,8 @@ _RATES = {
     ),
 }
 _COUNTS = {
+    "--devices": "devices of one machine that divide the model (default: 1)",
+    "--rank": "rows of an adapter, in the rows of LoRA and QLoRA (default: 16)",
     "--batch": "sequences of a step",
     "--length": "tokens of a sequence",
     "--heads": "attention heads (default: the model's)",
@@ -100,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar="RATE", type=float, help=text)
     for name, text in _COUNTS.items():
         parser.add_argument(name, metavar="N", type=int, help=text)
+    parser.set_defaults(devices=1, rank=16)
     for name, text in _FLAGS.items():
         parser.add_argument(name, action="store_true", help=text)
 
@@ -125,6 +129,9 @@ def run(options: argparse.Namespace) -> int:
         params,
         getattr(module, optimizer)(float(RATE), **momentum),
         device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        devices=options.devices,
+        rank=options.rank,
         card=options.card,
         batch=options.batch,
         length=options.length,

@@ -23,6 +23,8 @@ _DTYPES = {
     "F32": "float32",
     "F64": "float64",
 }
+# Parts of a model beside its decoder, in files of the hub and of transformers.
+_PICTURES = re.compile(r"(model[.])?(vision_tower|multi_modal_projector)[.]")
 
 
 def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
@@ -73,6 +75,12 @@ def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
                 shapes[name] = jax.ShapeDtypeStruct(tuple(shape), floating)
             elif bits and dtype not in ("I64", "U64"):
                 packed += int(bits[1]) * math.prod(shape) // 8
+    if others := [x for x in shapes if _PICTURES.match(x)]:
+        size = nbytes([shapes.pop(x) for x in others])
+        warn_user(
+            f"{str(paths[0].parent)!r}: {size} bytes of weights that see pictures are"
+            " left out; the decoder's are counted."
+        )
     if packed > nbytes(shapes) / 5:  # fewer may be masks
         warn_user(
             f"{str(paths[0].parent)!r}: {packed} bytes of whole numbers, as quantized"

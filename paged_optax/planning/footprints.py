@@ -1,6 +1,7 @@
 """Tables of ways to train a model, the way to choose, and its code."""
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Iterator
 
@@ -52,6 +53,11 @@ class Footprint:
         return self.parameters + other + self.activations
 
     @property
+    def adapters(self) -> bool:
+        """True if adapters are trained, beside frozen parameters."""
+        return "LoRA" in self.way
+
+    @property
     def by_layers(self) -> bool:
         """True if gradients are computed one layer at a time."""
         return self.way.startswith(LAYERWISE)
@@ -72,6 +78,9 @@ class Footprints:
       inner: The transformation, as code.
       arguments: Further arguments of `paged`, as code.
       gpu: True for a GPU, whose host memory XLA's pool pins; False for a TPU.
+      devices: Devices that divide the model. Rows have the device bytes of one, and the
+        host bytes of all.
+      host_memory: Host memory in bytes; None if it is not counted.
     """
 
     rows: tuple[Footprint, ...]
@@ -84,6 +93,8 @@ class Footprints:
     inner: str = "inner"
     arguments: str = ""
     gpu: bool = True
+    devices: int = 1
+    host_memory: int | None = None
 
     def __getitem__(self, index: int) -> Footprint:
         return self.rows[index]
@@ -99,23 +110,30 @@ class Footprints:
         """Bytes of the device that JAX allocates."""
         return int(self.device_memory * self.share)
 
+    def fits(self, row: Footprint) -> bool:
+        """True if a way takes less than `available`, and less than the host has."""
+        host = math.inf if self.host_memory is None else self.host_memory
+        return row.device < self.available and row.host <= host
+
     @property
     def fitting(self) -> tuple[Footprint, ...]:
-        """The ways that take less than `available`."""
-        return tuple(row for row in self.rows if row.device < self.available)
+        """The ways that fit, see `fits`."""
+        return tuple(filter(self.fits, self.rows))
 
     @property
     def choice(self) -> Footprint | None:
-        """The fastest way that fits, and the smallest of equally fast ways.
+        """The fastest way that fits and trains all parameters.
 
-        Compares the seconds at worst, or those of the link. None if no way fits.
+        The smallest of equally fast ways. Compares the seconds at worst, or those of
+        the link. None if no way fits.
         """
 
         def rank(row: Footprint) -> tuple[float, ...]:
             best, worst = row.seconds or (0.0, row.link_seconds)
             return worst, best, row.device
 
-        return min(self.fitting, key=rank, default=None)
+        whole = (row for row in self.fitting if not row.adapters)
+        return min(whole, key=rank, default=None)
 
     def tables(self) -> Iterator[str]:
         """Totals, parts on the device, and seconds with a batch."""
@@ -128,7 +146,7 @@ class Footprints:
                 row.way,
                 *map(number, (row.device, row.host)),
                 f"{row.link_seconds:.2g}",
-                "yes" if row.device < self.available else "no",
+                "yes" if self.fits(row) else "no",
                 number(self.available - row.device),
             )
             for row in self
@@ -176,11 +194,12 @@ class Footprints:
         chosen = self.choice
         if chosen is None:
             least = min(self.rows, key=lambda row: row.device)
-            missing = readable_bytes(least.device - self.available)
+            missing = readable_bytes(max(0, least.device - self.available))
+            fitting = [f" {row.way} fits." for row in self.fitting[:1]]
             return wrap_text(
-                f"Nothing fits: {least.way} takes the least, and {missing} too much."
-                " Fewer or shorter sequences take less, as micro-batches too."
-                f"{_savings(self.workload)}"
+                f"Nothing fits: {least.way} takes the least of the device, and"
+                f" {missing} too much. Fewer or shorter sequences take less, as"
+                f" micro-batches too.{_savings(self.workload)}{''.join(fitting)}"
             )
         size, most = readable_bytes(chosen.device), readable_bytes(self.available)
         text = f"Choose {chosen.way}: the fastest that fits, {size} of {most}"
@@ -188,7 +207,9 @@ class Footprints:
         if not chosen.seconds:
             text += " Its seconds need the rate of products: a card, or TFLOP/s."
         fused = self.workload.fused_head
-        code = training_code(chosen.way, self.inner, self.arguments, fused)
+        code = training_code(
+            chosen.way, self.inner, self.arguments, fused, self.devices
+        )
         return f"{wrap_text(text)}\n\n{code}"
 
     def _pool_notes(self) -> Iterator[str]:
@@ -216,6 +237,14 @@ class Footprints:
 
     def _share_notes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)
+        if self.devices > 1:
+            yield (
+                f"Device and link are those of each of {self.devices} devices, which"
+                " divide the parameters, moments and batch. Host is that of all."
+            )
+        if self.host_memory is not None:
+            size = readable_bytes(self.host_memory)
+            yield f"Fits counts the {size} of the host too."
         if self.share == 1:
             yield f"Fits counts the {memory} of the device."
             return
@@ -240,30 +269,29 @@ class Footprints:
 
 
 def training_code(
-    way: str, inner: str, arguments: str = "", fused_head: bool = False
+    way: str,
+    inner: str,
+    arguments: str = "",
+    fused_head: bool = False,
+    devices: int = 1,
 ) -> str:
-    """Python code of a way to train.
+    """Python code of a way to train, for a user's `loss`, `params` and `batch`.
 
     `inner` and further `arguments` of `paged` are code.
     """
     head = "# The loss ends with po.linear_cross_entropy(x, head, y).\n" * fused_head
-    imports = f"import optax\nimport paged_optax as po\n\n{head}"
-    if way == "resident":
-        return (
-            f"import jax\n{imports}tx = {inner}\nstate = tx.init(params)\n"
-            "step = jax.jit(step, donate_argnums=(0, 1))"
-        )
-    code = f"{imports}tx = po.paged({', '.join(filter(None, [inner, arguments]))})\n"
+    yours = "# loss(params, batch), params and batch are yours.\n"
+    code = f"import jax\nimport optax\nimport paged_optax as po\n\n{yours}{head}"
+    if devices > 1:
+        code += _DIVIDED.format(devices)
+    paged = f"po.paged({', '.join(filter(None, [inner, arguments]))})"
     if not way.startswith(LAYERWISE):
-        return code + (
-            "state = tx.init(params)\n"
-            "args = params, state, batch\n"
-            "step = po.jit_step(step, *args, donate_argnums=(0, 1))"
-        )
+        return f"{code}tx = {inner if way == 'resident' else paged}\n{_STEP}"
     on_host = ""
     if way.endswith("on host"):
         on_host = ', on_host="all"' if way.endswith("all on host") else ", on_host=True"
     return code + (
+        f"tx = {paged}\n"
         "model = po.split_layers(loss, params, batch)\n"
         f"params = model.stack(params{on_host})\n"
         "state, workspace = model.init(tx, params), model.workspace(params)\n"
@@ -272,6 +300,27 @@ def training_code(
         "step = po.jit_step(step, *args, donate_argnums=(0, 1, 2))\n"
         "params, state, workspace, output = step(*args)"
     )
+
+
+_DIVIDED = """\
+mesh = jax.make_mesh(({},), ("data",), (jax.sharding.AxisType.Auto,))
+params = jax.device_put(params, po.fully_sharded(params, mesh))
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+batch = jax.device_put(batch, rows)
+"""
+_STEP = """\
+state = tx.init(params)
+
+
+def step(params, state, batch):
+    value, gradients = jax.value_and_grad(loss)(params, batch)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+args = params, state, batch
+step = po.jit_step(step, *args, donate_argnums=(0, 1))
+params, state, value = step(*args)"""
 
 
 def wrap_text(text: str) -> str:

@@ -5,6 +5,7 @@ The files are untrusted: they are read within bounds and checked field by field.
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -73,8 +74,17 @@ class _Defaults(NamedTuple):
     key_heads: int | None = None
     head: int | None = None
     norms: int = 2
+    sizes: Mapping[str, int] = {}  # of other fields
 
 
+# `gemma-3-4b-it` states two of these.
+_GEMMA3 = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "vocab_size": 262_208,
+}
 #: Decoders with gated feed-forward layers, as in transformers 5.24.
 _DEFAULTS = {
     "llama": _Defaults(),
@@ -83,7 +93,7 @@ _DEFAULTS = {
     "qwen3": _Defaults(key_heads=32, head=128),
     "gemma": _Defaults(True, 16, 256),
     "gemma2": _Defaults(True, 4, 256, 4),
-    "gemma3_text": _Defaults(True, 4, 256, 4),
+    "gemma3_text": _Defaults(True, 4, 256, 4, _GEMMA3),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -97,11 +107,18 @@ def config_heads(path: pathlib.Path) -> int | None:
         path = (path if path.is_dir() else path.parent) / "config.json"
     if not path.is_file():
         return None
+    fields, name = _decoder_fields(path), "num_attention_heads"
+    default = _DEFAULTS.get(str(fields.entries.get("model_type")), _Defaults())
+    known = name in fields.entries or name in default.sizes
+    return fields.number(name, default.sizes.get(name)) if known else None
+
+
+def _decoder_fields(path: pathlib.Path) -> Fields:
+    """Fields of a decoder, of which a model of several parts has a `text_config`."""
     fields = Fields(path)
     if isinstance(part := fields.entries.get("text_config"), dict):
-        fields.entries = part
-    name = "num_attention_heads"
-    return fields.number(name) if name in fields.entries else None
+        fields.entries = fields.entries | part
+    return fields
 
 
 def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
@@ -110,13 +127,14 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     Layers are stacked under `"layers"`. Biases and the norms within heads, under a
     thousandth of the parameters, are left out. Warns of quantized weights.
     """
-    fields = Fields(path)
+    fields = _decoder_fields(path)
     entries, kind = fields.entries, fields.entries.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         others = "other models: --module, or their weights"
         raise fields.wrong("model_type", f"one of {', '.join(_DEFAULTS)}; {others}")
     default = _DEFAULTS[kind]
-    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
+    size = lambda name: fields.number(name, default.sizes.get(name))
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
     # transformers distinguishes an absent field from null.
     absent = None if "num_key_value_heads" in entries else default.key_heads
     key_heads = fields.number("num_key_value_heads", absent or heads)
@@ -137,9 +155,9 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
         hidden,
         heads * head,
         key_heads * head,
-        fields.number("intermediate_size"),
-        fields.number("num_hidden_layers"),
-        fields.number("vocab_size"),
+        size("intermediate_size"),
+        size("num_hidden_layers"),
+        size("vocab_size"),
         tied,
         str(dtype or "float32"),
         default.norms,

@@ -70,7 +70,7 @@ class Decoder:
 _FOUR = functools.partial(Decoder, norms=4, head=256)
 
 #: From the published configurations, without the norms of queries and keys of Qwen3 and
-#: Gemma 3. "text" marks the decoders of models with a vision tower.
+#: Gemma 3, and the biases of Qwen2.5. "text" marks decoders beside a vision tower.
 DECODERS = {
     "llama2-7b": Decoder(4096, 4096, 4096, 11008, 32, 32000, tied=False),
     "llama3.2-1b": Decoder(2048, 2048, 512, 8192, 16, 128256, head=64),
@@ -82,6 +82,15 @@ DECODERS = {
     "qwen3-4b": Decoder(2560, 4096, 1024, 9728, 36, 151936),
     "qwen3-8b": Decoder(4096, 4096, 1024, 12288, 36, 151936, tied=False),
     "qwen3-32b": Decoder(5120, 8192, 1024, 25600, 64, 151936, tied=False),
+    "mistral-7b": Decoder(4096, 4096, 1024, 14336, 32, 32768, tied=False),
+    "mistral-7b-v0.1": Decoder(4096, 4096, 1024, 14336, 32, 32000, tied=False),
+    "mistral-7b-v0.3": Decoder(4096, 4096, 1024, 14336, 32, 32768, tied=False),
+    "qwen2.5-0.5b": Decoder(896, 896, 128, 4864, 24, 151936, head=64),
+    "qwen2.5-1.5b": Decoder(1536, 1536, 256, 8960, 28, 151936),
+    "qwen2.5-3b": Decoder(2048, 2048, 256, 11008, 36, 151936),
+    "qwen2.5-7b": Decoder(3584, 3584, 512, 18944, 28, 152064, tied=False),
+    "qwen2.5-14b": Decoder(5120, 5120, 1024, 13824, 48, 152064, tied=False),
+    "qwen2.5-32b": Decoder(5120, 5120, 1024, 27648, 64, 152064, tied=False),
     "gemma-2b": Decoder(2048, 2048, 256, 16384, 18, 256000, head=256),
     "gemma-7b": Decoder(3072, 4096, 4096, 24576, 28, 256000, head=256),
     "gemma2-2b": _FOUR(2304, 2048, 1024, 9216, 26, 256000),
@@ -158,8 +167,8 @@ def decoder_of(name: str) -> Decoder:
     return of_size(float(match[1]) * {"": 1, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
 
 
-# Words of a name that state the training or its author.
-_IGNORED = ("meta", "hf", "base", "instruct", "it", "pt")
+# Words of a name that state the training, its author or the part that is counted.
+_IGNORED = ("meta", "hf", "base", "instruct", "it", "pt", "text")
 
 
 def _words(name: str) -> tuple[str, ...]:

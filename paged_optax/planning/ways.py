@@ -21,6 +21,8 @@ class Ways:
     rate: float  # bytes a second over the link, in one direction
     layers: Layers | None  # None: no step can be layerwise
     activations: ActivationBytes | None  # None: not counted
+    adapters: PagePlan | None = None  # of LoRA; None: has no rows
+    devices: int = 1  # that divide the model
 
     def rows(self) -> Iterator[Footprint]:
         """All ways, the most ordinary first."""
@@ -38,20 +40,29 @@ class Ways:
             yield self._ordinary(f"paged{self.codec}", self.coded_plan)
         if self.layers is not None:
             yield from self._by_layers(self.layers)
+            yield from self._by_adapters(self.layers)
+
+    def _part(self, size: int) -> int:
+        """Bytes on each device of what all devices divide."""
+        return -(-size // self.devices)
+
+    def _whole(self, size: int) -> int:
+        """Bytes that each of several devices gathers."""
+        return size * (self.devices > 1)
 
     def _footprint(
         self, way: str, gradients: int, plan: PagePlan, **other: int | float
     ) -> Footprint:
         row = Footprint(
             way,
-            self.parameters,
+            self._part(self.parameters),
             gradients,
             plan.device_bytes,
             plan.scratch_bytes,
-            plan.host_bytes,
+            plan.bytes_per_host,
             plan.link_seconds,
             moved=plan.link_bytes,
-            arrays=plan.arrays_on_host,
+            arrays=plan.arrays_on_host * self.devices,
         )
         return dataclasses.replace(row, **other)
 
@@ -71,10 +82,15 @@ class Ways:
         return dataclasses.replace(row, activations=max(0, peak - row.device))
 
     def _ordinary(self, way: str, plan: PagePlan, **other: int | float) -> Footprint:
-        row = self._footprint(way, self.parameters, plan, **other)
+        row = self._footprint(way, self._part(self.parameters), plan, **other)
+        if self.layers is not None:  # of one layer, weights and gradients
+            gathered = self._whole(2 * self.layers.largest)
+            row = dataclasses.replace(row, scratch=row.scratch + gathered)
         # Moments on the host stay there until the update. The stacked gradients are
         # allocated at the start of the layers' backward pass.
         at_head = row.parameters + plan.device_bytes
+        if self.layers is not None:
+            at_head += self._whole(self.layers.largest_of_rest)
         return self._counted(row, at_head, at_head + row.gradients)
 
     def _moments_of(self, size: int) -> int:
@@ -90,26 +106,30 @@ class Ways:
         scratch = one + moments
         way = f"{LAYERWISE}{self.codec}"
         seconds = plan.link_bytes / self.rate
+        gradients = one + self._part(rest)
         row = self._footprint(
-            way, one + rest, plan, scratch=scratch, link_seconds=seconds
+            way, gradients, plan, scratch=scratch, link_seconds=seconds
         )
-        at_head = row.parameters + row.moments + one
+        # Several devices gather a layer, and the head or the embedding.
+        gathered = self._whole(other)
+        at_head = row.parameters + row.moments + one + gathered
         yield self._counted(row, at_head, at_head + scratch, waits=True)
 
         # Each layer's weights are read in the forward and the backward pass, and
         # written. The layers are stacked before the moments are allocated.
-        stacks = row.parameters - rest
+        stacks = layers.count * one
         arrays = *(layers.count * nbytes(x) for _, x in layers.one), *row.arrays
+        moved = self._part(stacks) * 3
         row = dataclasses.replace(
             row,
             way=f"{way}, weights on host",
-            parameters=rest + one,
+            parameters=self._part(rest) + one,
             host=row.host + stacks,
             arrays=arrays,
-            link_seconds=row.link_seconds + 3 * stacks / self.rate,
-            moved=row.moved + 3 * stacks,
+            link_seconds=row.link_seconds + moved / self.rate,
+            moved=row.moved + moved,
         )
-        at_head = row.parameters + row.moments + one
+        at_head = row.parameters + row.moments + one + gathered
         # The last layer's forward pass is outside the loop of the others. XLA reuses it
         # in the backward pass and keeps its intermediates, beside the layer's moments.
         early = at_head + moments + (forward or 0)
@@ -125,7 +145,7 @@ class Ways:
         pages = min(plan.scratch_bytes, self._moments_of(other))
         in_update = other, one + other, pages + other // 8
         parameters, gradients, most = max((one, one, scratch), in_update, key=sum)
-        moved = 4 * rest + 2 * other
+        moved = self._part(4 * rest + 2 * other)
         outside = (nbytes(x) for _, x in layers.others)
         row = dataclasses.replace(
             row,
@@ -141,3 +161,37 @@ class Ways:
         # The head's gradient is copied to the host before the layers' backward pass.
         layer = row.moments + one
         yield self._counted(row, layer + other, layer + one + scratch)
+
+    def _by_adapters(self, layers: Layers) -> Iterator[Footprint]:
+        """LoRA and QLoRA with their weights on the device, and of layers on the host.
+
+        QLoRA's matrices have four bits a value, and 32 for each block of 64.
+        """
+        if (plan := self.adapters) is None:
+            return
+        whole, rest = layers.largest, layers.rest
+        matrices = [x for _, x in layers.one if len(x.shape) > 1]
+        coded = whole - nbytes(matrices) + sum(x.size for x in matrices) * 9 // 16
+        trained = 4 * plan.parameters
+        for name, one, unpacked in (("LoRA", whole, 0), ("QLoRA", coded, whole)):
+            row = self._footprint(
+                f"{LAYERWISE} {name}",
+                trained // layers.count,
+                plan,
+                parameters=self._part(layers.count * one + rest + trained),
+                scratch=plan.scratch_bytes + one + unpacked,
+            )
+            stacks = layers.count * one
+            moved = 2 * self._part(stacks)  # for the forward and the backward pass
+            on_host = dataclasses.replace(
+                row,
+                way=f"{row.way}, weights on host",
+                parameters=self._part(rest + trained) + one,
+                host=row.host + stacks,
+                arrays=(stacks, *row.arrays),
+                link_seconds=row.link_seconds + moved / self.rate,
+                moved=row.moved + moved,
+            )
+            for way in (row, on_host):
+                at_head = way.parameters + self._whole(rest)
+                yield self._counted(way, at_head, at_head + way.gradients + way.scratch)

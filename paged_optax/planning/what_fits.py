@@ -43,6 +43,9 @@ def what_fits(
     inner: optax.GradientTransformation | None = None,
     *,
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    devices: int = 1,
+    rank: int | None = None,
     card: str | None = None,
     batch: int | None = None,
     length: int | None = None,
@@ -82,6 +85,11 @@ def what_fits(
       inner: The transformation to page; None: `optax.adamw`.
       device_memory: Device memory in bytes, such as `"24GiB"`; None: the card's. JAX
         allocates three quarters of a GPU, or `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+      host_memory: Host memory in bytes; None: it is not counted.
+      devices: Devices of one host that divide parameters, moments and batch, as
+        `fully_sharded` does. Each gathers one layer at a time.
+      rank: Rank of adapters on the layers' matrices: adds rows of LoRA, and of QLoRA in
+        NF4. They are never the way to choose.
       card: A card's name, such as `"rtx4090"`: default of the memory and the rates.
       batch: Sequences of a step; None: activations are not counted.
       length: Tokens of a sequence.
@@ -134,17 +142,26 @@ def what_fits(
     # Products have the dtype of the matrices, and the largest leaf is a matrix.
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
     rates = Rates.of(link_gigabytes_per_second, teraflops, stated, dtype)
+    check_count("devices", devices, 1)
     workload = _workload(batch, length, heads, score_blocks, fused_head)
+    if workload is not None:
+        if workload.batch % devices:
+            raise ValueError(
+                f"batch={batch} cannot be divided over devices={devices}: pass a"
+                " multiple."
+            )
+        workload = dataclasses.replace(workload, batch=workload.batch // devices)
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",)) if devices > 1 else None
     planned = functools.partial(
         _planned,
-        params,
         optax.adamw(float(RATE)) if inner is None else inner,
         rates.link,
         page_size=page_size,
+        mesh=mesh,
         master_dtype=master_dtype,
         master_remainders=master_remainders,
     )
-    exact, equal = planned(), find_layers(params, layers)
+    exact, equal = planned(params), find_layers(params, layers)
     elementwise = all(x.elementwise for x in exact.moments if x.shape)
     remarks = [*_remarks(codec is not None, equal, elementwise, layers)]
     if stated is not None and dtype == jnp.bfloat16:
@@ -161,24 +178,30 @@ def what_fits(
         held = ActivationBytes.of(sizes, workload)
         operations = sizes.operations(values, workload)
         remarks += [assumed]
-    coded = exact if codec is None else planned(codec)
+    coded = exact if codec is None else planned(params, codec)
     if coded.host_bytes == exact.host_bytes:
         remarks += [coded.uncoded]
+    adapters = None
+    if equal is not None and rank is not None:
+        adapters = planned(_adapters(equal, rank), codec)
     ways = Ways(
         nbytes(params),
-        planned(device_budget=None),
+        planned(params, device_budget=None),
         exact,
         coded,
         "" if codec is None else f", {_name(codec)}",
         rates.link * 1e9,
         equal if elementwise else None,
         held,
+        adapters,
+        devices,
     )
     rows = tuple(ways.rows())
     if operations:
         timed = lambda row: rates.seconds(operations, row.moved, row.by_layers)
         rows = tuple(dataclasses.replace(row, seconds=timed(row)) for row in rows)
-    remarks += (_free(row, values, rates) for row in rows if row.by_layers)
+    by_layers = (row for row in rows if row.by_layers and not row.adapters)
+    remarks += (_free(row, values // devices, rates) for row in by_layers)
     return Footprints(
         rows,
         parse_bytes("device_memory", memory),
@@ -190,21 +213,41 @@ def what_fits(
         f"optax.adamw({RATE})" if inner is None else "inner",
         _code(codec, page_size, master_dtype, master_remainders),
         gpu=platform() != "tpu" if stated is None else stated.gpu,
+        devices=devices,
+        host_memory=None
+        if host_memory is None
+        else parse_bytes("host_memory", host_memory),
     )
 
 
+def _adapters(layers: Layers, rank: int) -> PyTree[jax.ShapeDtypeStruct]:
+    """Stacked adapters of a layer's matrices, in float32."""
+    check_count("rank", rank, 1)
+    stack = lambda *axes: jax.ShapeDtypeStruct((layers.count, *axes), jnp.float32)
+    shapes = {name: x.shape for name, x in layers.one if len(x.shape) == 2}
+    pairs = {n: (stack(rank, x[1]), stack(x[0], rank)) for n, x in shapes.items()}
+    return {"layers": pairs}
+
+
 def _planned(
-    params: PyTree,
     inner: optax.GradientTransformation,
     link: float,
+    params: PyTree,
     codec: CodecRules = None,
+    mesh: jax.sharding.AbstractMesh | None = None,
     **settings: Any,
 ) -> PagePlan:
     tx = paged(inner, codec=codec, **settings)
     with warnings.catch_warnings():
         # The notes of the tables have the same on the host's pool.
         warnings.filterwarnings("ignore", "the moments need", UserWarning)
-        return plan(tx, params, link_gigabytes_per_second=link)
+        return plan(
+            tx,
+            params,
+            link_gigabytes_per_second=link,
+            mesh=mesh,
+            devices_per_host=mesh.size if mesh else 1,
+        )
 
 
 def _code(

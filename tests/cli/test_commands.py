@@ -53,6 +53,7 @@ def test_plan_prints_what_what_fits_says(capsys):
         optax.lion(1e-3),
         device_memory="8GiB",
         link_gigabytes_per_second=50.0,
+        rank=16,
     )
     assert printed.endswith(f"{ways}\n")
     assert "998,823,936 parameters in bfloat16, 1.9 GiB; lion" in printed
@@ -109,6 +110,20 @@ def test_output_that_nobody_reads_on():
     ) as child:
         child.stdout.close()
         assert (child.stderr.read(), child.wait()) == (b"", 0)
+
+
+def test_plan_of_several_devices(capsys):
+    """Host and device are counted; the printed code is what runs on them."""
+    command = "plan --params google/gemma-3-4b-it --device-memory 16GiB --devices 8"
+    command += " --host-memory 12GiB --batch 8 --length 512 --codec dynamic_int8"
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert "Fits counts the 12.0 GiB of the host too." in printed
+    rows = [x for x in printed.splitlines() if x.startswith("layerwise")]
+    answers = {x[:40].strip(): x.split()[-2] for x in rows[:7]}
+    assert answers["layerwise QLoRA, weights on host"] == "yes"
+    assert answers["layerwise, dynamic_int8, all on host"] == "no"
+    assert "mesh = jax.make_mesh((8,)" in printed
 
 
 def test_plan_of_a_checkpoint(tmp_path, capsys):

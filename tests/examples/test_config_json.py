@@ -56,6 +56,49 @@ CONFIGS = {
         "torch_dtype": "bfloat16",
         "vocab_size": 262144,
     },
+    "mistral-7b-v0.3": {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32768,
+    },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
 }
 #: Small, and of many heads: as many as any class takes for those of keys.
 TINY = {
@@ -101,8 +144,19 @@ def test_as_by_name(name, read):
         ("google/gemma-3-1b-pt", 999_885_952 - 26 * 512),
         # Less what the vision tower and its projection have.
         ("gemma3-4b-text", 4_300_079_472 - 419_816_304 - 34 * 512),
+        ("google/gemma-3-4b-it", 4_300_079_472 - 419_816_304 - 34 * 512),
         ("gemma3-12b-text", 12_187_325_040 - 421_290_864 - 48 * 512),
         ("gemma3-27b-text", 27_432_406_640 - 423_060_336 - 62 * 256),
+        ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552),
+        ("Mistral-7B", 7_248_023_552),
+        # Less the biases of queries, keys and values.
+        ("Qwen/Qwen2.5-0.5B", 494_032_768 - 24 * (896 + 256)),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304 - 28 * (1536 + 512)),
+        ("Qwen/Qwen2.5-3B", 3_085_938_688 - 36 * (2048 + 512)),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512 - 28 * (3584 + 1024)),
+        ("Qwen/Qwen2.5-14B", 14_770_033_664 - 48 * (5120 + 2048)),
+        ("Qwen/Qwen2.5-32B", 32_763_876_352 - 64 * (5120 + 2048)),
     ],
 )
 def test_named_models_have_their_published_size(name, parameters):
@@ -180,6 +234,20 @@ def test_quantized_weights_are_said(read, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {field: None}))
     assert main(command) == 0
     assert field not in capsys.readouterr().out
+
+
+def test_weights_that_see_pictures_are_left_out(tmp_path):
+    """Of a folder as the hub has it, and as transformers saves it."""
+    names = [
+        "language_model.model.layers.0.w",
+        "vision_tower.w",
+        "model.vision_tower.w",
+    ]
+    names += ["model.vision_tower.w", "multi_modal_projector.w"]
+    arrays = dict.fromkeys(names, np.ones(8, np.float32))
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="96 bytes of weights that see pictures"):
+        assert [*checkpoint_shapes(tmp_path)] == names[:1]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])

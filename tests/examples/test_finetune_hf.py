@@ -1,5 +1,6 @@
 """`examples/finetune_hf`: what it refuses, and how it stops and goes on."""
 
+import copy
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -177,6 +179,10 @@ BROKEN = {
     "quantized": (_config(quantization_config={"bits": 4}), "quantization_config"),
     "a head that differs": (_another_head, "is not the embedding"),
     "a tokenizer of more": (_fewer_tokens, "resize the embedding"),
+    "a file that is not there": (
+        lambda f: (f / "LICENSE").symlink_to("nowhere"),
+        "No such file or directory: '",
+    ),
     "no tokenizer": (
         lambda f: [x.unlink() for x in f.glob("tokenizer*")],
         "no tokenizer",
@@ -197,6 +203,91 @@ def test_broken_folder(example, folders, name, tmp_path, capsys):
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_another_format(example, tmp_path):
+    """The error has the two lines that convert them."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_text("")
+    with pytest.raises(example.folder.FolderError) as error:
+        example.folder.Folder.open(tmp_path)
+    _, *lines = str(error.value).splitlines()
+    assert lines == [
+        "from transformers import AutoModelForCausalLM as Model",
+        f'Model.from_pretrained({str(tmp_path)!r}, dtype="auto")'
+        f".save_pretrained({str(tmp_path)!r})",
+    ]
+
+
+def test_all_files_are_taken_over_or_named(example, folders, tmp_path):
+    path = tmp_path / "folder"
+    shutil.copytree(folders("qwen3"), path)
+    taken = ["LICENSE", "README.md", "modeling_x.py", "qwen.tiktoken", "figures/a.png"]
+    left = [".gitattributes", "original/consolidated.00.pth", "pytorch_model.bin"]
+    for name in [*taken, *left]:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(name)
+    folder = example.folder.Folder.open(path)
+    named = [".gitattributes", "original", "pytorch_model.bin"]
+    assert folder.beside("*")[1] == named
+    folder.write(tmp_path / "out", ((name, folder[name]) for name in folder.tensors))
+    files = lambda path: {
+        str(x.relative_to(path)): x.read_bytes()
+        for x in path.rglob("*")
+        if not x.is_dir()
+    }
+    found, wanted = files(tmp_path / "out"), files(path)
+    assert found.keys() == wanted.keys() - {*left}
+    assert all(wanted[name] == x for name, x in found.items())
+    others = {"config.json", "README.md", "modeling_x.py", "figures"}
+    assert others < {*folder.beside(*example.methods.TOKENIZER)[1]}
+
+
+def test_what_is_not_trained(example):
+    """Named in the end, whichever way a folder has it."""
+    untrained = lambda *names: example.model.Decoder.untrained(
+        None, types.SimpleNamespace(tensors=names)
+    )
+    assert untrained("model.layers.0.w", "lm_head.weight") == []
+    names = "vision_tower.a", "vision_tower.b", "multi_modal_projector.c"
+    assert untrained(*names) == ["multi_modal_projector", "vision_tower"]
+    assert untrained("model.vision_tower.a", "x") == ["vision_tower"]
+
+
+ROPES = {
+    "by kind, no base": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_type": "default"},
+        }
+    },
+    "one kind": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "a base of another": {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0},
+            "sliding_attention": {"rope_type": "default"},
+        },
+    },
+    "three fields": {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_positions_of_gemma(example, name):
+    """As transformers' configuration has them."""
+    gemma = sys.modules["finetune_hf.gemma"]
+    theirs = transformers.Gemma3TextConfig(**copy.deepcopy(ROPES[name]))
+    for kind in gemma.ATTENTION:
+        wanted = theirs.rope_parameters[kind]
+        theta, factor = gemma.rope_of(ROPES[name], kind)
+        assert (theta, factor) == (wanted["rope_theta"], wanted.get("factor", 1.0))
 
 
 def _arguments(folder, text, output):
@@ -278,6 +369,8 @@ def test_one_command_at_a_time(example, folders, tmp_path):
     second = _store(example, folders("qwen3"), tmp_path, "--resume")
     with pytest.raises(example.folder.FolderError, match="another command is at work"):
         second.take(anew=False)
+    first.close()
+    second.take(anew=False)
 
 
 def test_another_base_is_not_gone_on_with(example, folders, tmp_path):

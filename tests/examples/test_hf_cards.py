@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 
+import paged_optax as po
 from paged_optax.planning.cards import CARDS
 
 pytest.importorskip("eqx_zoo", reason='pip install ".[hf]", from Python 3.12 on')
@@ -38,3 +39,31 @@ def test_the_chosen_way_fits(real, name, card, method):
     )
     assert total < fits.available
     assert total < 1.1 * planned
+
+
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_eight_cards_take_what_is_planned(real, method, monkeypatch):
+    """A row each: XLA's bytes of one card, and of the host's weights none."""
+    monkeypatch.undo()  # of one device
+    run = real.run_of("Llama-3.1-8B", method, devices=8)
+    run.args.way = "device"
+    planned = run.needed(run.fits("100GiB"), "device")
+    total = real.compiled(run, "h200").device_total
+    print(f"{method}: {planned / 2**30:.2f} GiB planned, {total / 2**30:.2f} of XLA")
+    assert total < 1.1 * planned
+    assert planned < 1.25 * total
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_plan_has_what_the_command_counts(real, method):
+    """Within a twentieth, and the gradients that the command keeps on the host."""
+    run = real.run_of("Qwen3-4B", method)
+    run.args.batch = 1
+    how = {"batch": 1, "length": 2048, "rank": 16, "fused_head": True, "heads": 32}
+    shapes, memory = po.model_shapes("qwen3-4b"), "100GiB"
+    ways = po.what_fits(shapes, device_memory=memory, codec="dynamic_int8", **how)
+    name = {"lora": "layerwise LoRA", "qlora": "layerwise QLoRA"}[method]
+    for way, text in (("device", name), ("host", f"{name}, weights on host")):
+        (row,) = (x for x in ways if x.way == text)
+        needed = run.needed(run.fits(memory), way)
+        assert abs(row.device - needed) < 0.05 * needed

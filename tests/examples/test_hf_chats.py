@@ -1,8 +1,9 @@
 """Chats and texts of `examples/finetune_hf`: the tokens, and those that are learned."""
 
+import csv
 import itertools
 import json
-import pathlib
+import sys
 
 import numpy as np
 import pytest
@@ -21,8 +22,8 @@ def read(example, folders):
 
     def read(template, turns, **others):
         tokenizer.chat_template = template
-        line = json.dumps({"messages": turns, **others})
-        found = example.text._line(pathlib.Path("x"), 7, line, tokenizer)
+        given = {"messages": turns, **others}
+        found = example.text.documents_of("x, line 7", given, tokenizer)
         pairs = [p for x in found for p in zip(x.tokens, x.learned, strict=True)]
         learned = [token for token, is_learned in pairs if is_learned]
         return tokenizer.decode(found[0].tokens), tokenizer.decode(learned)
@@ -131,6 +132,177 @@ def test_text_of_other_line_ends(example, folders, tmp_path):
     path.write_text("\ufeff" + json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
     (found,) = example.text.documents(path, tokenizer)
     assert tokenizer.decode(found.tokens) == "a\u2028b</s>"
+
+
+@pytest.fixture
+def tokenizer(folders):
+    return transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+
+
+TASK = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+#: A record, and what it reads as with what is learned after the bar.
+RECORDS = {
+    "two strings": ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =| 2</s>"),
+    "no prompt": ({"prompt": "", "completion": "2"}, "|2</s>"),
+    "ended": ({"prompt": "1", "completion": "2</s>"}, "1|2</s>"),
+    "two lists": (
+        {"prompt": TURNS[:1], "completion": [assistant("b")]},
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n|b<|im_end|>\n",
+    ),
+    "an answer in the prompt": (
+        {"prompt": TURNS[:3], "completion": [assistant("b")]},
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\na s<|im_end|>\n"
+        "<|im_start|>user\nassistant a<|im_end|>\n"
+        "<|im_start|>assistant\n|b<|im_end|>\n",
+    ),
+    "Alpaca": (
+        TASK,
+        "<|im_start|>user\nAdd.\n1 and 2<|im_end|>\n<|im_start|>assistant\n"
+        "|3<|im_end|>\n",
+    ),
+    "text beside Alpaca": (
+        {"instruction": "x", "input": None, "output": "y", "text": "z"},
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n|y<|im_end|>\n",
+    ),
+    "text": ({"text": "a b"}, "|a b</s>"),
+}
+
+
+def shown(tokenizer, document):
+    start = document.learned.index(True)
+    assert all(document.learned[start:])
+    parts = document.tokens[:start], document.tokens[start:]
+    return "|".join(map(tokenizer.decode, parts))
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records(example, tokenizer, name):
+    record, wanted = RECORDS[name]
+    (document,) = example.text.documents_of("x, line 1", record, tokenizer)
+    assert shown(tokenizer, document) == wanted
+    assert document.whole == (name != "text")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["strings", "lists"])
+def test_prompts_and_completions_as_trl_has_them(example, folders, kind, tmp_path):
+    """The tokens of its trainer, and its mask."""
+    for name in ("torch", "accelerate"):
+        pytest.importorskip(name)
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    records = {
+        "strings": [
+            {"prompt": "1 + 1 =", "completion": " 2"},
+            {"prompt": "the qui", "completion": "ck fox"},  # tokens merge in between
+            {"prompt": "a", "completion": "b</s>"},
+        ],
+        "lists": [
+            {"prompt": TURNS[:1], "completion": [assistant("b")]},
+            {"prompt": TURNS[:3], "completion": [assistant("c")]},
+        ],
+    }[kind]
+    path = folders("qwen3")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    how = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
+    trainer = trl.SFTTrainer(
+        str(path),
+        args=trl.SFTConfig(**how, max_length=None),
+        train_dataset=datasets.Dataset.from_list(records),
+        processing_class=tokenizer,
+    )
+    for row, record in zip(trainer.train_dataset, records, strict=True):
+        (document,) = example.text.documents_of("x, line 1", record, tokenizer)
+        assert list(document.tokens) == row["input_ids"]
+        pairs = zip(document.tokens, document.learned, strict=True)
+        assert [token if learned else -100 for token, learned in pairs] == row["labels"]
+
+
+@pytest.mark.parametrize("given", ["1 and 2", ""])
+def test_alpaca_of_a_model_without_a_template(example, tokenizer, given):
+    """As the `text` of the data set's own table has it."""
+    tokenizer.chat_template = None
+    record = TASK | {"input": given}
+    (document,) = example.text.documents_of("x, line 1", record, tokenizer)
+    context = ", paired with an input that provides further context" if given else ""
+    given = f"### Input:\n{given}\n\n" if given else ""
+    assert shown(tokenizer, document) == (
+        f"Below is an instruction that describes a task{context}. Write a response that"
+        " appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
+        f"{given}### Response:\n|3</s>"
+    )
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *({"prompt": "a"}, {"prompt": "a", "completion": TURNS}, {"output": "a"}, [1]),
+        *({"prompt": TURNS, "completion": ["b"]}, "a", None, {"messages": "a"}),
+    ],
+)
+def test_records_of_no_known_fields(example, tokenizer, record):
+    says = "x, line 1 has no messages of role and content, no prompt and completion"
+    with pytest.raises(example.folder.FolderError, match=says):
+        example.text.documents_of("x, line 1", record, tokenizer)
+
+
+def test_a_completion_without_an_answer(example, tokenizer):
+    """The assistant's turns of the prompt are no answer."""
+    record = {"prompt": TURNS[:2], "completion": [user("c")]}
+    with pytest.raises(example.folder.FolderError, match="no assistant's turn"):
+        example.text.documents_of("x, line 1", record, tokenizer)
+
+
+ROWS = [TASK, {"instruction": 'a "b",\nc', "input": "", "output": "NA"}]
+
+
+def write_rows(path):
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, TASK)
+            writer.writeheader()
+            writer.writerows(ROWS)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(ROWS, indent=2))
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+    else:
+        datasets = pytest.importorskip("datasets")
+        table = datasets.Dataset.from_list([*ROWS])
+        table.save_to_disk(path) if not path.suffix else table.to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a"])
+def test_files_of_records(example, tokenizer, name, tmp_path):
+    """The same documents, whatever has the rows."""
+    found = example.text.documents(write_rows(tmp_path / name), tokenizer)
+    wanted = [x for r in ROWS for x in example.text.documents_of("", r, tokenizer)]
+    assert found == wanted
+
+
+def test_chats_of_a_table(example, tokenizer, tmp_path):
+    """Rows have all fields that one of them has: absent ones are left out."""
+    datasets = pytest.importorskip("datasets")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    chats = [TURNS[:2], [TURNS[0], assistant(None, tool_calls=[call])]]
+    lines = [{"messages": x} for x in chats]
+    tables = {"train": datasets.Dataset.from_list(lines)}
+    datasets.DatasetDict(tables).save_to_disk(tmp_path / "both")
+    with pytest.raises(example.folder.FolderError, match=r"such as .*both/train\."):
+        example.text.documents(tmp_path / "both", tokenizer)
+    found = [record for _, record in example.records.records(tmp_path / "both/train")]
+    assert found[0] == lines[0]
+    assert found[1]["messages"][1] == {"role": "assistant", "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a"])
+def test_tables_without_their_library(example, tokenizer, name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    path = tmp_path / name
+    path.mkdir()
+    with pytest.raises(example.folder.FolderError, match="pip install datasets"):
+        example.text.documents(path, tokenizer)
 
 
 def documents(example, sizes, learned=10):

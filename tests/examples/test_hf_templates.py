@@ -151,9 +151,8 @@ def test_what_is_learned_of_a_chat(example, name):
     tokenizer.chat_template = TEMPLATES[name]
     compared = 0
     for kind, chat in CHATS.items():
-        given = {"messages": chat}
         try:
-            turns = example.chats.Chat.of("x, line 1", given, tokenizer).turns()
+            turns = example.chats.Chat.of("x, line 1", chat, None, tokenizer).turns()
         except example.folder.FolderError as error:
             assert "x, line 1" in str(error), (kind, error)
             continue

@@ -1,7 +1,8 @@
-"""`examples/finetune_hf` as a process."""
+"""`examples/finetune_hf` as a process, or within this one."""
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -27,6 +28,26 @@ def run(*given: Any, **how: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*given), env=env, capture_output=True, text=True, timeout=500, **how
     )
+
+
+def main(
+    example: Any,
+    folder: pathlib.Path,
+    text: pathlib.Path | None,
+    output: pathlib.Path,
+    *more: str,
+) -> None:
+    """Runs it in this process, which answers signals again afterwards."""
+    given = command(folder, text or output, output, *more)[2:]
+    if text is None:
+        at = given.index("--text")
+        given = given[:at] + given[at + 2 :]
+    handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert example.command.main(given) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def trained(

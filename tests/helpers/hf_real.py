@@ -77,7 +77,7 @@ class Shapes(Folder):
     dtype = np.dtype(jax.numpy.bfloat16)
 
 
-def run_of(name: str, method: str) -> Run:
+def run_of(name: str, method: str, devices: int = 1) -> Run:
     """A run with the command's defaults, that reads nothing."""
     config = CONFIGS[name]
     names = {"language_model.model.": None} if "text_config" in config else {}
@@ -87,7 +87,8 @@ def run_of(name: str, method: str) -> Run:
     row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
     row["weights"] = np.zeros(LENGTH, np.float32)
     needed = "--checkpoint", name, "--text", "", "--output", "", "--method", method
-    sizes = "--batch", str(BATCH), "--length", str(LENGTH)
+    batch = BATCH if devices == 1 else devices
+    sizes = "--batch", str(batch), "--length", str(LENGTH), "--devices", str(devices)
     args = parse_arguments([*needed, *sizes])
     return Run.on(args, folder, decoder, [row])
 
@@ -96,10 +97,15 @@ def compiled(run: Run, card: str) -> Any:
     """What XLA makes of the run's step for a card, by its way."""
 
     def build(mesh):
+        mesh = run.mesh or mesh
+
         def placed(x):
-            kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+            there = getattr(x, "sharding", None)
+            kind = getattr(there, "memory_kind", None)
             kind = kind if kind == PINNED_HOST else "device"
-            place = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+            place = NamedSharding(
+                mesh, getattr(there, "spec", PartitionSpec()), memory_kind=kind
+            )
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
         carry = jax.tree.map(placed, tuple(run.target()))
@@ -109,4 +115,4 @@ def compiled(run: Run, card: str) -> Any:
         jitted = jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=places)
         return jitted, (*carry, *jax.tree.map(placed, given))
 
-    return aot.h200(build, card=card)
+    return aot.h200(build, run.args.devices, card)

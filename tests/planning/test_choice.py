@@ -193,6 +193,10 @@ def test_code_has_what_paging_takes():
         ({"batch": 4}, "batch=4 and length=None: pass both"),
         ({"batch": 4, "length": 8, "device_memory": None}, "device_memory=None: pass"),
         ({"length": 512}, "batch=None and length=512: pass both"),
+        ({"batch": 4, "length": 8, "devices": 8}, "batch=4 cannot be divided over"),
+        ({"devices": 0}, "devices=0 is less than 1"),
+        ({"rank": 0}, "rank=0 is less than 1"),
+        ({"host_memory": "much"}, "host_memory='much'"),
         ({"batch": 1, "length": 8, "heads": 0}, "heads=0 is less than 1"),
         ({"batch": 1, "length": 8, "score_blocks": 0}, "score_blocks=0 is less"),
     ],
@@ -222,21 +226,20 @@ def loss(params, batch):
     ["resident", "paged", "layerwise"]
     + [f"layerwise, dynamic_int8, {x} on host" for x in ("weights", "all")],
 )
-def test_the_code_runs(way):
-    """A loss over a list, and a step where the way takes one's own."""
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_code_runs(way, devices):
+    """As pasted behind a loss over a list, its parameters and a batch."""
     layer = {"up": jnp.ones((64, 128)) / 128, "down": jnp.ones((128, 64)) / 64}
     layers = [jax.tree.map(jnp.copy, layer) for _ in range(3)]
     params = {"embed": jnp.eye(256, 64), "layers": layers}
 
-    def step(params, state, batch):
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, state = scope["tx"].update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
     # The code imports what it needs.
-    scope = {"loss": loss, "step": step, "params": params, "batch": jnp.arange(32)}
+    scope = {"loss": loss, "params": params, "batch": jnp.arange(32)}
     before = float(loss(params, scope["batch"]))
-    exec(training_code(way, "optax.adamw(1e-2)", 'min_paged_size="1KiB"'), scope)
+    inner, arguments = "optax.adamw(1e-2)", 'min_paged_size="1KiB"'
+    exec(training_code(way, inner, arguments, devices=devices), scope)
+    matrix = jax.tree.leaves(scope["params"])[0]
+    assert len(matrix.sharding.device_set) == devices
     for _ in range(2):
         if "model" in scope:
             step = scope["step"]
@@ -247,6 +250,54 @@ def test_the_code_runs(way):
             args = scope["params"], scope["state"], scope["batch"]
             scope["params"], scope["state"], value = scope["step"](*args)
     assert float(value) < before
+
+
+@pytest.mark.parametrize("rank", [None, 16])
+def test_devices_divide(rank):
+    """The host's bytes are those of all; a device's are its part, and a layer."""
+    how = {"codec": "dynamic_int8", "length": 512, "rank": rank}
+    shapes = po.model_shapes("llama3-8b")
+    one, eight = (
+        po.what_fits(shapes, card="h200", batch=n, devices=n, **how) for n in (1, 8)
+    )
+    layers = jax.tree.leaves(shapes["layers"])
+    layer = sum(2 * x.size for x in layers) // 32
+    for alone, row in zip(one, eight, strict=True):
+        assert alone.way == row.way
+        assert abs(row.host - alone.host) <= 0.03 * alone.host  # small ones stay
+        assert abs(8 * row.moved - alone.moved) <= 0.03 * alone.moved
+        gathered = 4 * layer + shapes["embed"].size * 2
+        parts = alone.parameters + alone.gradients + alone.moments
+        held = row.parameters + row.gradients + row.moments
+        assert parts / 8 <= held <= parts / 8 + gathered
+    if rank is not None:
+        return
+    enough = max(row.host for row in eight)
+    for host, fits in ((enough, len(eight)), (enough - 1, len(eight) - 1), (0, 1)):
+        found = po.what_fits(
+            shapes, card="h200", batch=8, devices=8, host_memory=host, **how
+        )
+        assert len(found.fitting) >= fits if host == 0 else len(found.fitting) == fits
+    text = " ".join(str(found).split())
+    assert "Device and link are those of each of 8 devices" in text
+    assert "Fits counts the 0 B of the host too" in text
+
+
+def test_adapters_are_never_chosen():
+    """They have rows, which fit where nothing else does."""
+    how = {"batch": 1, "length": 512, "codec": "dynamic_int8", "rank": 16}
+    memory = {"device_memory": "24GiB", "host_memory": "14GiB"}
+    found = po.what_fits(po.model_shapes("8B"), **memory, **how)
+    fitting = [row.way for row in found.fitting]
+    assert fitting and all("LoRA" in way for way in fitting)
+    assert found.choice is None
+    assert f"{fitting[0]} fits." in " ".join(found.advice().split())
+    names = [row.way for row in found if "LoRA" in row.way]
+    assert names == [
+        f"layerwise {x}{y}"
+        for x in ("LoRA", "QLoRA")
+        for y in ("", ", weights on host")
+    ]
 
 
 def test_heads_of_a_checkpoint(tmp_path):
