@@ -41,12 +41,12 @@ def compiled(compile_for, tx, params, pages=16):
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", _COMPILERS)
 def test_default_settings_are_at_the_links_rate(compile_for):
-    """16 leaves of 4096x4096: 1.10 of the least time, and four pages of 4 MiB."""
+    """16 leaves of 4096x4096: 1.10 of the least time, in pages of 4 MiB."""
     tx, params = po.paged_adamw(1e-3), square(16)
     report, time = compiled(compile_for, tx, params)
     assert time <= 1.10
     plan = po.plan(tx, params)
-    assert report.device_temp <= plan.scratch_bytes + 8 * MIB <= 32 * MIB
+    assert report.device_temp <= min(plan.scratch_bytes + 8 * MIB, 32 * MIB)
     assert aot.traffic(report.hlo, 16 * [16]) == plan.link_bytes
 
 
@@ -62,7 +62,7 @@ def test_masters(compile_for):
 @_ON_GPU
 def test_updates_are_computed_while_pages_travel():
     """Of each leaf's loop: the moments before the transfers, the updates meanwhile."""
-    report, _ = compiled(aot.h200, po.paged_adamw(1e-3), square(2))
+    report, _ = compiled(aot.h200, po.paged_adamw(1e-3, page_size="16MiB"), square(2))
     assert [x.kernels >= 1 for x in schedule.flights(report.hlo)] == [True, True]
 
 
@@ -81,7 +81,7 @@ def test_a_smaller_last_page_is_read_and_written_exactly():
     params = shapes_of({"w": (4099, 4096)})
     report = aot.h200(updating(po.paged_adamw(1e-3), params))
     assert_in_place(report)
-    pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4)), 16 * MIB).gpu
+    pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4))).gpu
     assert pages.extent % pages.size
     page = 4 * pages.entries
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
@@ -112,10 +112,10 @@ def test_one_moment_goes_in_turn(compile_for):
 
 
 def test_the_plans_seconds():
-    """A moment of 16 pages takes the time of 17, where both directions work."""
+    """A moment of 8 pages takes the time of 9, where both directions work."""
     plan = po.plan(po.paged_adamw(1e-3), square(1), link_gigabytes_per_second=1e-9)
     duplex = not GPU_NEEDS_RAW_INDEX
-    wanted = plan.host_bytes * 17 / 16 if duplex else plan.link_bytes
+    wanted = plan.host_bytes * 9 / 8 if duplex else plan.link_bytes
     assert plan.link_seconds == wanted
 
 
