@@ -14,11 +14,15 @@ from helpers.programs import (
     MIB,
     assert_in_place,
     bfloat16,
+    llama,
     shapes_of,
     square,
     updating,
 )
-from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import (
+    GPU_HAS_STREAMS_BY_DIRECTION,
+    GPU_NEEDS_RAW_INDEX,
+)
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.loop import Loop
@@ -48,6 +52,45 @@ def test_default_settings_are_at_the_links_rate(compile_for):
     plan = po.plan(tx, params)
     assert report.device_temp <= min(plan.scratch_bytes + 8 * MIB, 32 * MIB)
     assert aot.traffic(report.hlo, 16 * [16]) == plan.link_bytes
+
+
+def gpt_2():
+    """The 148 parameter shapes of GPT-2 124M."""
+    layer = {f"norm {i}": (768,) for i in range(4)}
+    layer |= {"in": (768, 2304), "in bias": (2304,)}
+    layer |= {"out": (768, 768), "out bias": (768,), "up": (768, 3072)}
+    layer |= {"up bias": (3072,), "down": (3072, 768), "down bias": (768,)}
+    outer = {"tokens": (50257, 768), "places": (1024, 768)}
+    outer |= {f"norm {i}": (768,) for i in range(2)}
+    return shapes_of({**outer, **{f"{i}": dict(layer) for i in range(12)}})
+
+
+_MATRICES = functools.partial(square, 8, (2048, 2048))
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(
+    not GPU_HAS_STREAMS_BY_DIRECTION, reason="the figures are those of jax 0.12"
+)
+@pytest.mark.parametrize(
+    ("tx", "params", "most"),
+    [
+        (po.paged_adamw(1e-3), _MATRICES, 8.0),
+        (po.paged_adamw_8bit(1e-3), _MATRICES, 3.4),
+        (po.paged_lion(1e-3), _MATRICES, 4.5),
+        pytest.param(po.paged_adamw(1e-3), gpt_2, 31.2, marks=pytest.mark.slow),
+        pytest.param(po.paged_adamw(1e-3), llama, 1555, marks=pytest.mark.slow),
+    ],
+    ids=["float32", "int8", "lion", "GPT-2", "Llama"],
+)
+def test_default_pages_of_an_h200(tx, params, most):
+    """Milliseconds by the step model's low end, and 64 MiB of pages at most."""
+    params, options = params(), aot.options_on("h200")
+    report = aot.h200(updating(tx, params), options=options)
+    low, _ = step_model.between(report.hlo, step_model.H200)
+    assert 1e3 * low <= most
+    assert po.plan(tx, params).scratch_bytes <= 64 * MIB
+    assert report.device_temp <= 65 * MIB
 
 
 @pytest.mark.compiler
