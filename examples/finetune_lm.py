@@ -558,7 +558,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--page-size",
         default="1MiB",
-        help="one page of one moment; 16MiB suits models of 100 M parameters and more",
+        help="one page of one moment; auto suits models of 100 M parameters and more",
     )
     add(
         "--device-budget",

@@ -73,9 +73,10 @@ def is_traced(tree: PyTree) -> bool:
 def holds_moments(dtype: np.dtype) -> bool:
     """Returns whether arrays of a dtype may be moments.
 
-    Moments have fractions; remainders of master weights are the only 16-bit integers.
+    Moments have fractions; remainders of master weights are the only integers of 16 or
+    8 bits.
     """
-    return jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.int16
+    return jnp.issubdtype(dtype, jnp.inexact) or dtype in (jnp.int16, jnp.int8)
 
 
 def counts_steps(dtype: np.dtype) -> bool:

@@ -79,7 +79,6 @@ _COUNTS = {
     "--heads": "attention heads (default: the model's)",
 }
 _FLAGS = {
-    "--master-remainders": "master weights as remainders of bfloat16: 2 bytes each",
     "--fused-head": "the loss uses linear_cross_entropy, without logits",
 }
 
@@ -104,6 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in _COUNTS.items():
         parser.add_argument(name, metavar="N", type=int, help=text)
     parser.set_defaults(devices=1, rank=16)
+    parser.add_argument(
+        "--master-remainders",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="int8",
+        help="master weights as remainders of bfloat16: 2 bytes each, 1 in int8",
+    )
     for name, text in _FLAGS.items():
         parser.add_argument(name, action="store_true", help=text)
 

@@ -1,8 +1,9 @@
 """Pages of a leaf: their number, size and addresses.
 
-`paged(page_size=...)` is an upper bound. A page is smaller if the leaf is small, if
-several leaves share it, or if a codec makes temporary arrays of it. On a GPU a page of
-a codec of blocks is larger if the device has spare memory
+`paged(page_size=...)` is an upper bound. By default a GPU's pages are as large as their
+latency requires (`paged_optax.engine.gpu_pages`). A page is smaller if the leaf is
+small, if several leaves share it, or if a codec makes temporary arrays of it. On a GPU
+a page of a codec of blocks is larger if the device has spare memory
 (`paged_optax.layerwise.layer_optimizer`). Page sizes do not depend on the card: pages
 are cut during tracing, and the program may be compiled for another card.
 `paged_optax.engine.sharing.cut` applies these rules.
@@ -28,8 +29,9 @@ TOO_LONG = (
     " a matrix of shorter axes"
 )
 
-#: Default bytes of a page: long transfers, and little scratch.
-DEFAULT_PAGE_SIZE = "16MiB"
+#: Default of `page_size`: chosen for each leaf, at most so many bytes.
+DEFAULT_PAGE_SIZE = "auto"
+LARGEST_PAGE = 16 * 2**20
 
 #: Bytes of a page that several leaves share, and of a page that small leaves share.
 SHARED_PAGE = 8 * 2**20
@@ -44,9 +46,10 @@ SMALL_PAGE = 4 * 2**20
 CODEC_PAGE = 2**20
 
 # A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.loop`).
-# Each leaf has this many pages, unless latency would dominate their transfers.
+# Each leaf has at most this many pages, unless they would exceed `page_size`, and none
+# of fewer bytes, because latency would dominate their transfers.
 _PAGES = 16
-_LEAST_PAGE = 2**20
+LEAST_PAGE = 2**20
 
 #: A number known when traced, or a loop's variable.
 Index = Int[Array, ""] | np.int32
@@ -211,7 +214,7 @@ def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int 
 
 def page_size_in(size_of_leaf: int, page_size: int) -> int:
     """Returns the page size, in bytes, for a leaf of this many bytes."""
-    count = min(_PAGES, max(1, size_of_leaf // _LEAST_PAGE))
+    count = min(_PAGES, max(1, size_of_leaf // LEAST_PAGE))
     return min(page_size, -(-size_of_leaf // count))
 
 

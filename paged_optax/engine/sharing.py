@@ -8,6 +8,8 @@ computation once for all.
 - Leaves of a single moment share pages in pairs if pages travel both ways, because no
   moment is read and written at the same time. The same holds for leaves whose moments
   differ in size, such as bfloat16 moments with float32 master weights.
+- On a GPU, up to four leaves of 128 MiB in all share pages by default, if they have no
+  codec: a loop begins and ends less often.
 - On a GPU, seven leaves of a codec of blocks share pages. The 1,100 instructions of a
   leaf take 0.3 CPU-seconds to compile for one leaf, and 0.11 if four leaves share pages
   (H200, jax 0.12.0.1). Eight leaves would take 4 MiB more, and exceed 32 MiB in all.
@@ -25,10 +27,15 @@ from collections.abc import Callable
 import jax
 
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
+from paged_optax.backend.platforms import (
+    GPU_FETCHES_AHEAD,
+    GPU_HAS_STREAMS_BY_DIRECTION,
+)
 from paged_optax.codecs import axis_of_blocks, codes_per_word
-from paged_optax.engine.gpu_pages import in_rows
+from paged_optax.engine.gpu_pages import FEWEST, in_rows
 from paged_optax.engine.pages import (
+    LARGEST_PAGE,
+    LEAST_PAGE,
     SHARED_PAGE,
     SMALL_PAGE,
     MomentFormat,
@@ -45,6 +52,12 @@ _LARGEST_LEAF = 256 * 2**20
 # Each program of a codec takes long to compile: as many leaves share one as leave pages
 # of 1 MiB.
 _CODED_LEAVES = 7
+
+# A loop's first page is read, and its last one written, while the other direction is
+# idle. Eight leaves of 2048x2048 take 8.8 ms alone, and 7.6 ms if four share pages
+# (H200, by `tests/helpers/step_model.py`).
+_FEW_LEAVES = 4
+_FEW_BYTES = 128 * 2**20
 
 # Norms and biases on the device are not isolated. XLA may compute all of them at once
 # in little memory, and on a GPU each isolated leaf waits for the host twice.
@@ -99,7 +112,7 @@ def uncut(shape: tuple[int, ...]) -> Geometry:
 def cut(
     shape: tuple[int, ...],
     moments: tuple[MomentFormat, ...],
-    page_size: int,
+    page_size: int | None = None,
     like_leaves: int = 1,
     spare_bytes: int = 0,
     isolate: bool = False,
@@ -114,7 +127,8 @@ def cut(
     Args:
       shape: The leaf's shape.
       moments: The moments that share the leaf's pages.
-      page_size: Most bytes of one moment's page, as the transformation sees it.
+      page_size: Most bytes of one moment's page, as the transformation sees it. None:
+        chosen for each leaf, by latency on a GPU.
       like_leaves: Number of leaves of this kind, this one included.
       spare_bytes: Bytes of one moment's page for which the device has memory anyway.
       isolate: True if leaves are isolated even if there is memory.
@@ -122,6 +136,9 @@ def cut(
     Returns:
       The geometry.
     """
+    by_latency = page_size is None
+    page_size = LARGEST_PAGE if page_size is None else page_size
+    rows = functools.partial(in_rows, by_latency=by_latency)
     in_blocks = any(x.block > 1 for x in moments)
     on_host = any(x.on_host for x in moments)
     if isolate:
@@ -137,29 +154,36 @@ def cut(
         if x.on_host
     ]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
+    # A codec converts, and so do remainders, which have fewer bits than the moments.
+    converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
     share = functools.partial(_shared, shape, moments, like_leaves)
     at_least = lambda leaf_count: -(-like_leaves // max(1, like_leaves // leaf_count))
+    at_most = lambda leaf_count: -(-like_leaves // -(-like_leaves // leaf_count))
     on_tpu = share(page_size, in_tiles, at_least(alternate))
     if in_blocks:
-        least = -(-like_leaves // -(-like_leaves // _CODED_LEAVES))
+        least = at_most(_CODED_LEAVES)
         smallest = min(page_size, _CODED_PAGES // max(2, len(moments)))
         largest = page_size if on_host else _LARGER_ON_DEVICE * page_size
         larger = max(smallest, min(largest, spare_bytes))
-        on_gpu, page_size = share(larger, in_rows, least), smallest
+        on_gpu, page_size = share(larger, rows, least), smallest
     else:
         # Serial pages need no other leaf.
-        least = at_least(alternate if GPU_FETCHES_AHEAD else 1)
-        on_gpu = share(page_size, in_rows, least)
+        least, most = at_least(alternate if GPU_FETCHES_AHEAD else 1), page_size
+        size_of_leaf = math.prod(shape) * max([x.itemsize for x in moments])
+        in_pages = size_of_leaf >= 2 * LEAST_PAGE and GPU_HAS_STREAMS_BY_DIRECTION
+        if by_latency and in_pages and alternate == 1 and not converted:
+            least = at_most(max(1, min(_FEW_LEAVES, _FEW_BYTES // size_of_leaf)))
+            if least > 1:
+                most = min(page_size, least * -(-size_of_leaf // FEWEST))
+        on_gpu = share(most, rows, least)
     # XLA may compute leaves that are not isolated at once: they are small, or there is
     # memory.
     little = in_blocks and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNISOLATED
     if not on_host and (little or (spare_bytes and not isolate)):
         on_gpu = dataclasses.replace(on_gpu, isolated=False)
-    # A codec converts, and so do remainders, which have fewer bits than the moments.
-    converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
     whole = page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)
     one_page = whole and not in_blocks and not on_gpu.refused
-    on_cpu = single(shape) if one_page else in_rows(shape, moments, page_size)
+    on_cpu = single(shape) if one_page else rows(shape, moments, page_size)
     return Geometry(on_gpu, on_tpu, on_cpu)
 
 

@@ -32,6 +32,8 @@ class Card:
     teraflops: float  # in bfloat16; in float16 if `bfloat16` is set
     gpu: bool = True  # False: a TPU
     bfloat16: float | None = None  # of tensor cores that support float16 only
+    # Seconds of a page beyond its bytes, measured on an H200 and assumed of others.
+    latency: float = 22.5e-6
 
     def products(self, dtype: DTypeLike) -> float:
         """The rate of products in a dtype, in 10^12 operations a second."""

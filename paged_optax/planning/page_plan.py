@@ -20,6 +20,7 @@ from paged_optax.engine.shards import Shards, spec_of_axes
 from paged_optax.planning.activations import stacks_under
 from paged_optax.planning.cards import (
     DEFAULT_LINK,
+    Card,
     free_from,
     local_card,
     machine_rate,
@@ -96,6 +97,7 @@ class PagePlan:
       devices_per_host: Devices that share a host's memory.
       parameters: Number of parameters.
       teraflops: Rate of products, in 10^12 operations a second; None if unknown.
+      page_latency: Seconds that a page of one moment takes beyond its bytes.
     """
 
     moments: tuple[Moment, ...]
@@ -104,6 +106,7 @@ class PagePlan:
     devices_per_host: int = 1
     parameters: int = 0
     teraflops: int | float | None = None
+    page_latency: float = Card.latency
 
     @property
     def device_bytes(self) -> int:
@@ -159,6 +162,11 @@ class PagePlan:
             if x.on_host
         )
         return bytes_moved / (self.link_gigabytes_per_second * 1e9)
+
+    @property
+    def latency_seconds(self) -> float:
+        """Seconds that the pages of a step take beyond their bytes."""
+        return self.page_latency * sum(x.pages for x in self.moments if x.on_host)
 
     @property
     def free_from(self) -> int | None:
@@ -286,8 +294,8 @@ def plan(
     """
     check_transformation("tx", tx)
     check_arrays("params", params)
+    card = local_card()
     if link_gigabytes_per_second is None:
-        card = local_card()
         link_gigabytes_per_second = card.link if card else DEFAULT_LINK
     link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     products = None if teraflops is None else machine_rate("teraflops", teraflops)
@@ -317,6 +325,7 @@ def plan(
         int(devices_per_host),
         sum(x.size for x in jax.tree.leaves(params)),
         products,
+        card.latency if card else Card.latency,
     )
     # Plans for a GPU are mostly made on a CPU; a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)

@@ -51,7 +51,7 @@ def what_fits(
     length: int | None = None,
     codec: CodecRules = None,
     master_dtype: DTypeLike | None = None,
-    master_remainders: bool = False,
+    master_remainders: bool | str = False,
     page_size: int | str = DEFAULT_PAGE_SIZE,
     link_gigabytes_per_second: float | None = None,
     teraflops: float | None = None,
@@ -254,7 +254,7 @@ def _code(
     codec: CodecRules,
     page_size: int | str,
     master_dtype: DTypeLike | None,
-    master_remainders: bool,
+    master_remainders: bool | str,
 ) -> str:
     """Arguments of `paged` as code. A codec without a name is the variable `codec`."""
     text = lambda x: json.dumps(x) if isinstance(x, str) else str(x)
@@ -263,7 +263,7 @@ def _code(
         "master_dtype": None
         if master_dtype is None
         else text(str(np.dtype(master_dtype))),
-        "master_remainders": "True" if master_remainders else None,
+        "master_remainders": master_remainders and text(master_remainders),
         "codec": text(codec) if isinstance(codec, str) else codec and "codec",
     }
     return ", ".join(f"{name}={x}" for name, x in arguments.items() if x)

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, resolve_host_memory_kind
 from paged_optax.backend.text import parse_bytes
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import (
     brief,
     check_transformation,
@@ -39,7 +40,7 @@ def paged(
     per_parameter_steps: bool = False,
     codec: Rule | Mapping[str, Rule] = None,
     master_dtype: DTypeLike | None = None,
-    master_remainders: bool = False,
+    master_remainders: bool | str = False,
     on_moved: str = "warn",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keeps the moments of `inner` in host memory; results are unchanged.
@@ -73,9 +74,11 @@ def paged(
       page_size: The most bytes of one page of one moment, an int or a string such as
         `"16MiB"`; with a codec, bytes of the decoded float32. A leaf has at least 16
         pages, unless they would be smaller than 1 MiB, or a page has to be a whole
-        leaf. A CPU has no link: a leaf is one page if `page_size` is 1 MiB or more;
-        with remainders or a codec, if it is 16 MiB or more. With a codec of blocks,
-        leaves are cut on a CPU too.
+        leaf. `"auto"` is at most `"16MiB"`; on a GPU it has as many pages as an update
+        with their latency is fastest with, see `docs/how_it_works.md`. A CPU has no
+        link: a leaf is one page if `page_size` is 1 MiB or more; with remainders or a
+        codec, if it is 16 MiB or more. With a codec of blocks, leaves are cut on a CPU
+        too.
       device_budget: Bytes of moments that may stay on the device: 0 pages all but small
         moments, None pages nothing. `"auto"` takes the free memory at `init` less a
         reserve: the bytes of the parameters, for gradients, and a quarter of the
@@ -117,7 +120,8 @@ def paged(
         unit would move neither parameter nor master.
       master_remainders: True if the float32 master copy of a bfloat16 parameter is
         stored as the 16 bits that complete it: half the bytes, and half the traffic.
-        The masters equal `master_dtype="float32"`, except for rare roundings.
+        The masters equal `master_dtype="float32"`, except for rare roundings. `"int8"`
+        stores 8 of these bits, rounded to nearest, for rates of 1e-6 or more.
       on_moved: Action of `update` if moments have left the host: `"warn"`, or `"raise"`
         before XLA compiles them. `place_state` moves them back. `layerwise_step` checks
         its workspace in the same way.
@@ -156,15 +160,20 @@ def paged(
         device_budget = parse_bytes("device_budget", device_budget)
     rules = check(codec)
     inner = paged_by_one(optax.with_extra_args_support(inner))
+    if master_remainders not in (False, True, "int8"):
+        given = brief(master_remainders)
+        raise ValueError(f"master_remainders={given}: pass True or 'int8'.")
     if master_dtype is not None:
         dtype = floating_dtype("master_dtype", master_dtype)
         if master_remainders and dtype != jnp.float32:
             raise ValueError(
-                f"master_dtype={brief(master_dtype)} and master_remainders=True, which"
-                " completes bfloat16 to float32: leave master_dtype out."
+                f"master_dtype={brief(master_dtype)} and"
+                f" master_remainders={master_remainders!r}, which completes bfloat16 to"
+                " float32: leave master_dtype out."
             )
     if master_remainders:
-        inner = with_master_remainders(inner)
+        bits = jnp.int8 if master_remainders == "int8" else jnp.int16
+        inner = with_master_remainders(inner, bits)
     elif master_dtype is not None:
         inner = with_master_weights(inner, floating_dtype("master_dtype", master_dtype))
     elif rules:
@@ -175,7 +184,7 @@ def paged(
         inner = counted(inner)
     transformation = PagedTransformation(
         inner,
-        parse_bytes("page_size", page_size),
+        None if page_size == DEFAULT_PAGE_SIZE else parse_bytes("page_size", page_size),
         device_budget,
         parse_bytes("min_paged_size", min_paged_size),
         host_memory_kind,
@@ -188,6 +197,10 @@ def paged(
         functools.partial(init, transformation), Update(transformation).update
     )
 
+
+# Half a unit of an 8-bit remainder is 2^-17 of the parameter: 1e-6 for a parameter of
+# 0.13. Steps of Adam are about as large as the rate.
+_LEAST_RATE = 1e-6
 
 _PAGING = tuple(
     parameter
@@ -213,7 +226,16 @@ def _alias(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     def build(*args: object, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         chosen = {key: kwargs.pop(key) for key in names & kwargs.keys()}
         chosen.setdefault("codec", codec)
-        return paged(optimizer(*args, **kwargs), **chosen)
+        inner = optimizer(*args, **kwargs)
+        if chosen.get("master_remainders") == "int8":
+            rate = original.bind(*args, **kwargs).arguments.get("learning_rate")
+            if isinstance(rate, float) and 0 < rate < _LEAST_RATE:
+                warn_user(
+                    f"learning_rate={rate} with master_remainders='int8': most steps"
+                    " are less than half a unit of these masters, and are lost. Use"
+                    f" rates of {_LEAST_RATE:g} or more, or master_remainders=True."
+                )
+        return paged(inner, **chosen)
 
     stored, promise = "", "the same numbers, a few pages of moments on the device"
     if codec is not None:

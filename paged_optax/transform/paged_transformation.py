@@ -55,7 +55,7 @@ class PagedTransformation:
 
     Attributes:
       inner: The transformation.
-      page_size: Bytes of one page of one moment.
+      page_size: Most bytes of one page of one moment; None: chosen for each leaf.
       device_budget: Bytes of moments that may stay on the device; None: all; `"auto"`:
         the free memory of the device.
       min_paged_size: Moments of fewer bytes stay on the device.
@@ -67,7 +67,7 @@ class PagedTransformation:
     """
 
     inner: optax.GradientTransformationExtraArgs
-    page_size: int
+    page_size: int | None
     device_budget: int | Literal["auto"] | None
     min_paged_size: int
     host_memory_kind: str

@@ -247,7 +247,7 @@ class _StreamedMoments(NamedTuple):
         coded = any(x.codec for x in self.formats.values())
         if len({*hosted.values()}) < 2 or self.dtype is None or coded:
             return None
-        remainders = any(x.dtype == jnp.int16 for x in self.leaf.avals)
+        remainders = any(x.dtype in (jnp.int16, jnp.int8) for x in self.leaf.avals)
         if not remainders and self.dtype.itemsize <= min(hosted.values()):
             return None
         return max(hosted, key=lambda i: (hosted[i], i))

@@ -1,4 +1,4 @@
-"""Master weights in 16 bits, which complete a bfloat16 parameter to float32.
+"""Master weights in 16 or 8 bits, which complete a bfloat16 parameter to float32.
 
 An Optax transformation around another, independent of paging.
 """
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jaxtyping import BFloat16, Float32, Int16, Int32, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import BFloat16, Float32, Int, Int32, PyTree
 
 from paged_optax.transform.precision import rounded, update_towards, widened, wider
 
@@ -22,8 +23,8 @@ class MasterRemaindersState(NamedTuple):
     """The state of `with_master_remainders`.
 
     Attributes:
-      remainder: For each bfloat16 parameter the distance to its master copy, in int16;
-        `optax.MaskedNode` for others, which are their own masters.
+      remainder: For each bfloat16 parameter the distance to its master copy, in int16
+        or int8; `optax.MaskedNode` for others, which are their own masters.
       inner_state: The state of the wrapped transformation.
     """
 
@@ -32,9 +33,9 @@ class MasterRemaindersState(NamedTuple):
 
 
 def with_master_remainders(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: optax.GradientTransformationExtraArgs, dtype: DTypeLike = jnp.int16
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps a float32 master copy of bfloat16 parameters in 16 bits each.
+    r"""Keeps a float32 master copy of bfloat16 parameters in 16 or 8 bits each.
 
     .. math::
         m = \theta \oplus r, \qquad
@@ -52,12 +53,16 @@ def with_master_remainders(
     makes several steps of parameters on the device, such as an unrolled `lax.scan`: XLA
     then drops roundings to bfloat16 in between, `xla_allow_excess_precision`.)
 
+    In 8 bits the count is rounded to the nearest multiple of 256: a master has 16
+    significant bits. A step of less than 2^-17 of a parameter moves no master.
+
     The parameter is half of its master. Any other change of the parameter changes the
     master too: a transformation chained after this one, a wrapper around it, a restore
     of weights alone. The remainder stays, and is less than a rounding of the parameter.
 
     Args:
       inner: The transformation. The master copy is its `params`.
+      dtype: The dtype of the remainders, int16 or int8.
 
     Returns:
       The transformation; its updates have the parameters' dtype.
@@ -71,12 +76,12 @@ def with_master_remainders(
     def init(params: optax.Params) -> MasterRemaindersState:
         def zeros(p: Array) -> Array | optax.MaskedNode:
             if p.dtype == jnp.bfloat16:
-                return jnp.zeros(p.shape, jnp.int16)
+                return jnp.zeros(p.shape, dtype)
             if wider(p, jnp.float32) is not p:
                 raise ValueError(
-                    f"master_remainders=True, and a parameter is {p.dtype}: 16 bits"
-                    " more complete bfloat16 alone to float32. Use parameters in"
-                    " bfloat16, or master_dtype='float32' alone."
+                    f"master_remainders complete bfloat16 alone to float32, and a"
+                    f" parameter is {p.dtype}: use parameters in bfloat16, or"
+                    " master_dtype='float32' alone."
                 )
             return optax.MaskedNode()
 
@@ -106,7 +111,7 @@ def with_master_remainders(
             if not _is_split(r):
                 return r
             new = rounded(_wide(p) + _wide(moved), p.dtype)
-            return _between(new, m + u.astype(m.dtype))
+            return _between(new, m + u.astype(m.dtype), r.dtype)
 
         trees = params, masters, changed, state.remainder
         moved = jax.tree.map(difference, *trees)
@@ -126,7 +131,7 @@ def master_of(parameter: Array, remainder: PyTree) -> Array:
 
     Args:
       parameter: The parameter.
-      remainder: Its remainder in int16, or a tree without an array.
+      remainder: Its remainder in int16 or int8, or a tree without an array.
 
     Raises:
       ValueError: If the parameter had another dtype at `init`.
@@ -153,18 +158,29 @@ def _position(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     return jnp.where(bits < 0, _LOWEST - bits, bits)
 
 
+def _dropped(dtype: DTypeLike) -> int:
+    """Returns the bits of a remainder that a dtype does not store."""
+    return 16 - jnp.iinfo(dtype).bits
+
+
 def _further(
-    x: Float32[Array, "*shape"], count: Int16[Array, "*shape"]
+    x: Float32[Array, "*shape"], count: Int[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """Returns the float32 number that is `count` numbers above `x`."""
-    position = _position(x) + count.astype(jnp.int32)
+    """Returns the float32 number at a remainder's distance above `x`."""
+    numbers = count.astype(jnp.int32)
+    if dropped := _dropped(count.dtype):
+        numbers = numbers << np.int32(dropped)
+    position = _position(x) + numbers
     bits = jnp.where(position < 0, _LOWEST - position, position)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _between(
-    x: Float32[Array, "*shape"], y: Float32[Array, "*shape"]
-) -> Int16[Array, "*shape"]:
-    """Returns the count of float32 numbers from `x` to `y`, clipped to int16."""
-    count = jnp.clip(_position(y) - _position(x), -(2**15), 2**15 - 1)
-    return count.astype(jnp.int16)
+    x: Float32[Array, "*shape"], y: Float32[Array, "*shape"], dtype: DTypeLike
+) -> Int[Array, "*shape"]:
+    """Returns the remainder from `x` to `y`, rounded and clipped to a dtype."""
+    count = _position(y) - _position(x)
+    if dropped := _dropped(dtype):
+        count = (count + np.int32(2 ** (dropped - 1))) >> np.int32(dropped)
+    least = jnp.iinfo(dtype).min
+    return jnp.clip(count, least, -least - 1).astype(dtype)

@@ -14,11 +14,15 @@ from helpers.programs import (
     MIB,
     assert_in_place,
     bfloat16,
+    llama,
     shapes_of,
     square,
     updating,
 )
-from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import (
+    GPU_HAS_STREAMS_BY_DIRECTION,
+    GPU_NEEDS_RAW_INDEX,
+)
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.loop import Loop
@@ -41,13 +45,52 @@ def compiled(compile_for, tx, params, pages=16):
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", _COMPILERS)
 def test_default_settings_are_at_the_links_rate(compile_for):
-    """16 leaves of 4096x4096: 1.10 of the least time, and four pages of 4 MiB."""
+    """16 leaves of 4096x4096: 1.10 of the least time, in pages of 4 MiB."""
     tx, params = po.paged_adamw(1e-3), square(16)
     report, time = compiled(compile_for, tx, params)
     assert time <= 1.10
     plan = po.plan(tx, params)
-    assert report.device_temp <= plan.scratch_bytes + 8 * MIB <= 32 * MIB
+    assert report.device_temp <= min(plan.scratch_bytes + 8 * MIB, 32 * MIB)
     assert aot.traffic(report.hlo, 16 * [16]) == plan.link_bytes
+
+
+def gpt_2():
+    """The 148 parameter shapes of GPT-2 124M."""
+    layer = {f"norm {i}": (768,) for i in range(4)}
+    layer |= {"in": (768, 2304), "in bias": (2304,)}
+    layer |= {"out": (768, 768), "out bias": (768,), "up": (768, 3072)}
+    layer |= {"up bias": (3072,), "down": (3072, 768), "down bias": (768,)}
+    outer = {"tokens": (50257, 768), "places": (1024, 768)}
+    outer |= {f"norm {i}": (768,) for i in range(2)}
+    return shapes_of({**outer, **{f"{i}": dict(layer) for i in range(12)}})
+
+
+_MATRICES = functools.partial(square, 8, (2048, 2048))
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(
+    not GPU_HAS_STREAMS_BY_DIRECTION, reason="the figures are those of jax 0.12"
+)
+@pytest.mark.parametrize(
+    ("tx", "params", "most"),
+    [
+        (po.paged_adamw(1e-3), _MATRICES, 8.0),
+        (po.paged_adamw_8bit(1e-3), _MATRICES, 3.4),
+        (po.paged_lion(1e-3), _MATRICES, 4.5),
+        pytest.param(po.paged_adamw(1e-3), gpt_2, 31.2, marks=pytest.mark.slow),
+        pytest.param(po.paged_adamw(1e-3), llama, 1555, marks=pytest.mark.slow),
+    ],
+    ids=["float32", "int8", "lion", "GPT-2", "Llama"],
+)
+def test_default_pages_of_an_h200(tx, params, most):
+    """Milliseconds by the step model's low end, and 64 MiB of pages at most."""
+    params, options = params(), aot.options_on("h200")
+    report = aot.h200(updating(tx, params), options=options)
+    low, _ = step_model.between(report.hlo, step_model.H200)
+    assert 1e3 * low <= most
+    assert po.plan(tx, params).scratch_bytes <= 64 * MIB
+    assert report.device_temp <= 65 * MIB
 
 
 @pytest.mark.compiler
@@ -62,7 +105,7 @@ def test_masters(compile_for):
 @_ON_GPU
 def test_updates_are_computed_while_pages_travel():
     """Of each leaf's loop: the moments before the transfers, the updates meanwhile."""
-    report, _ = compiled(aot.h200, po.paged_adamw(1e-3), square(2))
+    report, _ = compiled(aot.h200, po.paged_adamw(1e-3, page_size="16MiB"), square(2))
     assert [x.kernels >= 1 for x in schedule.flights(report.hlo)] == [True, True]
 
 
@@ -81,7 +124,7 @@ def test_a_smaller_last_page_is_read_and_written_exactly():
     params = shapes_of({"w": (4099, 4096)})
     report = aot.h200(updating(po.paged_adamw(1e-3), params))
     assert_in_place(report)
-    pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4)), 16 * MIB).gpu
+    pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4))).gpu
     assert pages.extent % pages.size
     page = 4 * pages.entries
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
@@ -112,10 +155,10 @@ def test_one_moment_goes_in_turn(compile_for):
 
 
 def test_the_plans_seconds():
-    """A moment of 16 pages takes the time of 17, where both directions work."""
+    """A moment of 8 pages takes the time of 9, where both directions work."""
     plan = po.plan(po.paged_adamw(1e-3), square(1), link_gigabytes_per_second=1e-9)
     duplex = not GPU_NEEDS_RAW_INDEX
-    wanted = plan.host_bytes * 17 / 16 if duplex else plan.link_bytes
+    wanted = plan.host_bytes * 9 / 8 if duplex else plan.link_bytes
     assert plan.link_seconds == wanted
 
 

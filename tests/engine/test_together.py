@@ -308,9 +308,9 @@ def test_rates_that_are_computed_for_each_leaf():
     """A schedule's rate is one value, though Optax computes it for each leaf."""
     schedule = optax.cosine_decay_schedule(1e-3, 100)
     for tx in (
-        po.paged_lion(schedule),
-        po.paged(optax.inject_hyperparams(optax.lion)(1e-3)),
-        po.paged_adamw_8bit(schedule),
+        po.paged_lion(schedule, page_size="16MiB"),
+        po.paged(optax.inject_hyperparams(optax.lion)(1e-3), page_size="16MiB"),
+        po.paged_adamw_8bit(schedule, page_size="16MiB"),
     ):
         _, plan, time = compiled(aot.h200, tx, square(4, (4096, 1024)))
         assert time <= 1.10
@@ -323,7 +323,8 @@ def test_rates_that_are_computed_for_each_leaf():
 def test_each_pages_address():
     """Three leaves of 2051 rows: full pages, read ahead, and a smaller last one."""
     params = square(3, (2051, 4096))
-    report, plan, _ = compiled(aot.h200, po.paged_lion(1e-3), params)
+    tx = po.paged_lion(1e-3, page_size="16MiB")
+    report, plan, _ = compiled(aot.h200, tx, params)
     assert " concatenate(" not in report.hlo  # each leaf is computed by itself
     (page,) = {x.page_bytes for x in plan.moments if x.on_host}
     assert 2051 * 4096 * 4 % page

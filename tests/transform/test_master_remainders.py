@@ -178,8 +178,10 @@ def test_nnx(codec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deferred", [False, True])
-def test_a_layerwise_step(deferred):
+@pytest.mark.parametrize(
+    ("deferred", "bits"), [(False, True), (True, True), (False, "int8")]
+)
+def test_a_layerwise_step(deferred, bits):
     """The masters are those that are kept in full, but for the step's 1/256."""
     rate, batches = 0.5, [layered.batch(seed) for seed in range(3)]
 
@@ -201,7 +203,7 @@ def test_a_layerwise_step(deferred):
         return po.master_weights(params, state)
 
     first = layered.parameters(2, dtype=jnp.bfloat16)
-    found, wanted = trained(master_remainders=True), trained(master_dtype="float32")
+    found, wanted = trained(master_remainders=bits), trained(master_dtype="float32")
     for one, other, old in zip(
         *map(jax.tree.leaves, (found, wanted, first)), strict=True
     ):
