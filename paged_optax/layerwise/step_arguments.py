@@ -150,6 +150,24 @@ def warn_of_divided_layers(
     return False
 
 
+def known_shards(
+    answers: Sequence[Answer], params: PyTree, *, moments: bool
+) -> list[Shards | None]:
+    """Returns the division of each parameter, or of its `moments`.
+
+    None if it is not known, or if it divides the leading axis.
+    """
+    sources = [ParameterShardings(), *(pager.known for pager, *_ in answers)]
+
+    def find(path: KeyPath, x: Array) -> Shards | None:
+        every = (_shards(source, path, x, moments) for source in sources[::-1])
+        shards = next(filter(None, every), None)
+        return shards if shards and shards.divisions[:1] == (1,) else None
+
+    flat = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
+    return [find(path, x) for path, x in flat]
+
+
 def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
     children = by_name(tree)
     if children is None or key not in children:
@@ -159,10 +177,12 @@ def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
     return [each for each, stacked in zip(flat, inside, strict=True) if stacked]
 
 
-def _shards(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None:
+def _shards(
+    known: ParameterShardings, path: KeyPath, x: Array, moments: bool = True
+) -> Shards | None:
     """A stack's sharding, or None if it is not found."""
     with contextlib.suppress(ValueError):
-        return known.find(path, x)
+        return known.find(path, x, moments=moments)
     return None
 
 
