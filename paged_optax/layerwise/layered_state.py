@@ -53,12 +53,11 @@ class LayeredState:
         params: PyTree[Array],
         partition: Partition,
         state: PyTree[Array],
-        shards: Sequence[Shards | None],
-        moment_shards: Sequence[Shards | None],
+        shards: tuple[Sequence[Shards | None], Sequence[Shards | None]],
         chunked: Sequence[int] = (),
     ):
         self.partition, self.chunked = partition, tuple(chunked)
-        self.shards, self.moment_shards = shards, moment_shards
+        self.shards, self.moment_shards = shards
         self.length = length_of(partition.layers)
         flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
         paths = [path for path, _ in flat]

@@ -306,7 +306,7 @@ class LayerwiseStep:
         if not accumulate and not clipping.by_layer:
             chunked = chunked_leaves(model.run_prologue, optimizer.layered, batch)
             known = optimizer.layered.shards, optimizer.layered.moment_shards
-            layered = LayeredState(params, partition, guard.state, *known, chunked)
+            layered = LayeredState(params, partition, guard.state, known, chunked)
             with contextlib.suppress(ValueError):  # a choice by shape, for one of them
                 optimizer = optimizer.in_chunks(layered, workspace.gradients)
         # Traced once for both names of a GPU.
@@ -357,8 +357,10 @@ class LayerwiseStep:
                 " is known with the layer's gradients, and nothing need be deferred."
                 " Allocate the workspace without rest=."
             )
-        known = [known_shards(answers, params, moments=x) for x in (False, True)]
-        layered = LayeredState(params, partition, guard.state, *known)
+        shards, moments = (
+            known_shards(answers, params, moments=x) for x in (False, True)
+        )
+        layered = LayeredState(params, partition, guard.state, (shards, moments))
         happens = True if workspace.pending is None else workspace.pending.waits
         tree_state = None if fresh is None else guard.inside(fresh)
         optimizer = LayerOptimizer.of(

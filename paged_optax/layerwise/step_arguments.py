@@ -129,14 +129,12 @@ def warn_of_divided_layers(
     answers: Sequence[Answer], params: PyTree, frozen: PyTree, key: str
 ) -> bool:
     """Warns about the first stack that is divided along its layers."""
-    known = [ParameterShardings(), *(pager.known for pager, *_ in answers)]
     for name, tree, sources in (
-        ("params", as_pure(params), known),
-        ("frozen", as_pure(frozen), known[:1]),
+        ("params", as_pure(params), answers),
+        ("frozen", as_pure(frozen), ()),
     ):
         for path, x in _stacks(tree, key):
-            every = (_shards(source, path, x) for source in sources)
-            shards = next(filter(None, every), None)
+            shards = _shards(sources, path, x, moments=False)
             if shards is None or not x.shape or shards.divisions[0] == 1:
                 continue
             warn_user(
@@ -157,15 +155,9 @@ def known_shards(
 
     None if it is not known, or if it divides the leading axis.
     """
-    sources = [ParameterShardings(), *(pager.known for pager, *_ in answers)]
-
-    def find(path: KeyPath, x: Array) -> Shards | None:
-        every = (_shards(source, path, x, moments) for source in sources[::-1])
-        shards = next(filter(None, every), None)
-        return shards if shards and shards.divisions[:1] == (1,) else None
-
     flat = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
-    return [find(path, x) for path, x in flat]
+    found = [_shards(answers, path, x, moments) for path, x in flat]
+    return [x if x and x.divisions[:1] == (1,) else None for x in found]
 
 
 def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
@@ -178,11 +170,13 @@ def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
 
 
 def _shards(
-    known: ParameterShardings, path: KeyPath, x: Array, moments: bool = True
+    answers: Sequence[Answer], path: KeyPath, x: Array, moments: bool
 ) -> Shards | None:
-    """A stack's sharding, or None if it is not found."""
-    with contextlib.suppress(ValueError):
-        return known.find(path, x, moments=moments)
+    """A stack's sharding, or its moments'; None if it is not found."""
+    for known in (*(pager.known for pager, *_ in answers), ParameterShardings()):
+        with contextlib.suppress(ValueError):
+            if shards := known.find(path, x, moments=moments):
+                return shards
     return None
 
 

@@ -232,7 +232,7 @@ class TreeUpdate:
         visitor = UNPAGED if self.plain and i is not None else current().visitor
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         # A slice is divided as its stack is, which its type does not have.
-        places = [None] * len(tree_params)
+        places: list[NamedSharding | None] = [None] * len(tree_params)
         for m, x, shards in zip(members, params, layered.moment_shards, strict=True):
             if x is not None and i is not None and shards is not None:
                 spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])

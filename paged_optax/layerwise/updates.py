@@ -70,11 +70,12 @@ class TracedStep:
         """The layers' parameters, placed so that layers can be sliced."""
         # Rows of matrices that live on the host are no whole tiles on a TPU.
         place = lambda x: x if is_sliced(x) else on_device(x)
-        fixed = self.model.frozen and self.model.frozen.layers
-        layered = self.schedule.optimizer.layered
-        weights = jax.tree.map(place, (self.partition.layers, fixed))
+        frozen, layered = self.model.frozen, self.schedule.optimizer.layered
+        both = self.partition.layers, frozen.layers if frozen else None
         shards = layered.of_layers(layered.shards)
-        return Weights(*weights, shards, known_shards((), fixed, moments=False))
+        fixed_shards = known_shards((), both[1], moments=False)
+        layers, fixed = jax.tree.map(place, both)
+        return Weights(layers, fixed, shards, fixed_shards)
 
     def params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, in the memory that they came from."""
