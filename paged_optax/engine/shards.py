@@ -114,6 +114,16 @@ class Shards:
         """Returns the shape of one shard."""
         return tuple(n // d for n, d in zip(shape, self.divisions, strict=True))
 
+    def mapped(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Returns a function of arrays divided like the leaf, called on shards."""
+        return jax.shard_map(
+            function,
+            mesh=self.current_mesh,
+            in_specs=self.spec,
+            out_specs=self.spec,
+            check_vma=False,
+        )
+
     def stored(
         self, codec: Codec, shape: tuple[int, ...]
     ) -> PyTree[jax.ShapeDtypeStruct]:

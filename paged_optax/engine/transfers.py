@@ -23,6 +23,7 @@ from paged_optax.backend.platforms import on_tpu
 from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.engine.pages import MOST_INDEX, Index
+from paged_optax.engine.shards import Shards
 
 Pieces = TypeVar("Pieces", bound=PyTree)
 Target = TypeVar("Target", bound=PyTree)
@@ -59,24 +60,34 @@ class StackPage:
       size: Its entries along the axis.
       on_host: True if the array is in host memory.
       pieces: Number of pieces in which a GPU moves it; 1: no loop.
+      shards: The division of the array. Each device moves pieces of its own shard: an
+        axis that is divided cannot be joined with the first one, and XLA would gather
+        the array in host memory.
     """
 
     number: Index | int
     size: int
     on_host: bool
     pieces: int
+    shards: Shards | None = None
 
     @classmethod
     def of(
-        cls, x: Array | np.ndarray, number: Index | int, size: int, at_once: bool
+        cls,
+        x: Array | np.ndarray,
+        number: Index | int,
+        size: int,
+        at_once: bool,
+        shards: Shards | None = None,
     ) -> "StackPage":
         """Describes a part of an array; `at_once`: a loop around moves it."""
         hosted, pieces = on_host(x), 1
+        first, *others = shards.local(x.shape) if shards else x.shape
         # The array's rows are counted in 32 bits.
-        numbered = x.ndim > 1 and x.shape[0] * x.shape[1] < MOST_INDEX
+        numbered = bool(others) and first * others[0] < MOST_INDEX
         if hosted and numbered and not at_once:
-            pieces = pieces_of(size * x.shape[1])
-        return cls(number, size, hosted, pieces)
+            pieces = pieces_of(size * others[0])
+        return cls(number, size, hosted, pieces, shards)
 
     def read(self, x: Array | np.ndarray) -> Array:
         """Reads the part into device memory."""
@@ -143,6 +154,8 @@ class StackPage:
     ) -> Array:
         if self.pieces == 1:
             return at_once(*arrays)
+        if self.shards is not None:
+            in_pieces = self.shards.mapped(in_pieces)
         return lax.platform_dependent(
             *arrays, cpu=at_once, tpu=at_once, default=in_pieces
         )

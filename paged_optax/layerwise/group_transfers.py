@@ -17,9 +17,11 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.paged_array import Stored
+from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.segments import FrozenPortions, Group
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
+from paged_optax.layerwise.weights import Weights
 
 Values = TypeVar("Values", bound=PyTree)
 
@@ -79,19 +81,19 @@ class GroupTransfers:
 
     Attributes:
       optimizer: The transformation.
-      frozen: The layers' frozen parameters.
+      weights: The layers' parameters.
       fetches_weights: If true, `InFlight.weights` come from the host. In a forward pass
         they are the parameters that were just updated.
     """
 
     optimizer: LayerOptimizer
-    frozen: Sequence[Array]
+    weights: Weights
     fetches_weights: bool
 
     @functools.cached_property
     def portions(self) -> FrozenPortions:
         """The frozen parameters, in as many portions as there are groups."""
-        return FrozenPortions(self.frozen, len(self.groups))
+        return FrozenPortions(self.weights, len(self.groups))
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -102,6 +104,11 @@ class GroupTransfers:
     def parts(self) -> int:
         """The number of layers."""
         return self.optimizer.layered.length
+
+    @property
+    def shards(self) -> list[Shards | None]:
+        """The division of each of the layers' parameters, and of the chunked ones."""
+        return [*self.weights.shards, *[None] * len(self.optimizer.layered.chunked)]
 
     @property
     def moment_bytes(self) -> list[int]:
@@ -116,8 +123,10 @@ class GroupTransfers:
         self, slots: Sequence[Stored], k: int, i: LayerIndex
     ) -> list[Stored]:
         """Begins to fetch group k's moments of layer i."""
+        shards = self.optimizer.layered.slot_shards
         return [
-            read_slice(slots[n], i, self.parts) for n in self.groups[k].slot_positions
+            read_slice(slots[n], i, self.parts, shards[n])
+            for n in self.groups[k].slot_positions
         ]
 
     def update(
@@ -143,9 +152,10 @@ class GroupTransfers:
         (moments, leaves), computed = after_all((new, computed))
         slots, stacks = list(flight.slots), list(flight.stacks)
         for n, moment in zip(group.slot_positions, moments, strict=True):
-            slots[n] = write_slice(slots[n], moment, i, self.parts)
+            shards = self.optimizer.layered.slot_shards[n]
+            slots[n] = write_slice(slots[n], moment, i, self.parts, shards)
         for n, leaf in zip(group.positions, leaves, strict=True):
-            stacks[n] = write_slice(stacks[n], leaf, i)
+            stacks[n] = write_slice(stacks[n], leaf, i, shards=self.shards[n])
         return flight._replace(slots=slots, stacks=stacks), leaves, computed
 
     def wait(

@@ -67,7 +67,8 @@ class InTurn:
             by = gradients.read(i)
             small = store_small(small, by, i)
             slots, new = self.optimizer.update_layer(slots, slices, by, i)
-            return write_slices(stacks, slices, new, i), slots, small
+            stacks = write_slices(stacks, slices, new, i, weights.shards)
+            return stacks, slots, small
 
         start = weights.stacks, self.optimizer.layered.slots, small
         return over_layers(weights.length, body, start)

@@ -100,14 +100,18 @@ class LayerOptimizer:
         Small leaves are returned as they were passed.
         """
         (every,), length = self.layered.grouped(1), self.layered.length
-        state = [read_slice(x, i, length) for x in slots]
+        shards = self.layered.slot_shards
+        state = [
+            read_slice(x, i, length, divided)
+            for x, divided in zip(slots, shards, strict=True)
+        ]
         # All leaves are one group of isolated leaves: one leaf's moments are written
         # back while the next leaf's are fetched.
         with within(isolate=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
         slots = [
-            write_slice(x, new, i, length)
-            for x, new in zip(slots, moments, strict=True)
+            write_slice(x, new, i, length, divided)
+            for x, new, divided in zip(slots, moments, shards, strict=True)
         ]
         new = dict(zip(every.positions, leaves, strict=True))
         return slots, [new.get(n, x) for n, x in enumerate(weights)]
@@ -284,7 +288,8 @@ class LayerOptimizer:
             _LAYERS_ON_DEVICE * nbytes(x) / layered.length if on_host(x) else nbytes(x)
             for x in layers
         )
-        isolate = hosted or current().isolate
+        # On several devices the weights of two more layers are small.
+        isolate = (hosted and on_one_device(layers)) or current().isolate
         return within(fetched=True, spare_bytes=int(spare), isolate=isolate)
 
 

@@ -1,5 +1,6 @@
 """The leaves of parameters and state, and the order of their updates."""
 
+import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
+from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
 from paged_optax.layerwise.parameters import Partition, length_of
 from paged_optax.layerwise.segments import Group, grouped
@@ -41,6 +43,9 @@ class LayeredState:
       owners: For each leaf of the state, the number of its parameter, or None.
       stacked: For each leaf of the state, true if it is updated in slices or chunks.
       slots: The leaves of the state that are.
+      shards: The division of each parameter, or None if it is not known.
+      moment_shards: The division of each parameter's moments.
+      slot_shards: The division of each of `slots`.
     """
 
     def __init__(
@@ -48,9 +53,11 @@ class LayeredState:
         params: PyTree[Array],
         partition: Partition,
         state: PyTree[Array],
+        shards: tuple[Sequence[Shards | None], Sequence[Shards | None]],
         chunked: Sequence[int] = (),
     ):
         self.partition, self.chunked = partition, tuple(chunked)
+        self.shards, self.moment_shards = shards
         self.length = length_of(partition.layers)
         flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
         paths = [path for path, _ in flat]
@@ -86,6 +93,16 @@ class LayeredState:
             for x, stacked in zip(self.state, self.stacked, strict=True)
             if stacked
         ]
+        owners = itertools.compress(self.owners, self.stacked)
+        self.slot_shards = list(map(self._slot_shards, self.slots, owners))
+
+    def _slot_shards(self, x: Stored, owner: int | None) -> Shards | None:
+        shards = None if owner is None else self.moment_shards[owner]
+        shape = jax.tree.leaves(x)[0].shape
+        if shards is None or len(shape) != len(shards.axes):
+            return None  # such as factors
+        each = zip(shape, shards.divisions, strict=True)
+        return shards if all(n % parts == 0 for n, parts in each) else None
 
     def grouped(self, most: int | None = None) -> list[Group]:
         """Groups the leaves that are updated in slices, with about equal transfers."""

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.backend.types import on_one_device
+from paged_optax.backend.types import in_shard_map
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.forward import (
     Activations,
@@ -42,14 +42,9 @@ class Overlapped:
 
     @staticmethod
     def possible(optimizer: LayerOptimizer) -> bool:
-        """True if XLA overlaps the transfers of such an update.
-
-        On several devices gradients are reduced during transfers. A schedule for meshes
-        would belong to this class.
-        """
-        layered = optimizer.layered
-        several = layered.length > 1 and len(optimizer.groups) > 1
-        return GPU_FETCHES_AHEAD and several and on_one_device(layered.slots)
+        """True if XLA overlaps the transfers of such an update."""
+        several = optimizer.layered.length > 1 and len(optimizer.groups) > 1
+        return GPU_FETCHES_AHEAD and several and not in_shard_map()
 
     def backward(
         self, layers: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
@@ -57,7 +52,7 @@ class Overlapped:
         """Computes each layer's gradients while the layer after it is updated."""
         layered = self.optimizer.layered
         others = [layered.params[n] for n in layered.chunked]
-        transfers = GroupTransfers(self.optimizer, layers.weights.frozen, True)
+        transfers = GroupTransfers(self.optimizer, layers.weights, True)
         overlap = _BackwardOverlap(transfers, layers, sink)
         carry, flight, back = overlap.run(start, others)
         return carry._replace(slots=flight.slots), flight.stacks, back
@@ -74,7 +69,7 @@ class Overlapped:
         Returns:
           The result of the forward pass, the state's stacks, and the new `others`.
         """
-        transfers = GroupTransfers(self.optimizer, weights.frozen, False)
+        transfers = GroupTransfers(self.optimizer, weights, False)
         overlap = _ForwardOverlap(transfers, start, gradients, len(weights.stacks))
         return overlap.run([*weights.stacks, *others])
 
@@ -96,23 +91,20 @@ class _BackwardOverlap:
         self, start: WorkspaceCarry, others: Sequence[Array]
     ) -> tuple[WorkspaceCarry, InFlight, PrologueGradients]:
         """Runs the pass, and updates a chunk of each of `others` with each layer."""
-        layers, frozen = self.layers, self.transfers.frozen
-        last = layers.weights.length - 1
-        vectors = layers.weights.vectors(layers.stacks)
+        layers, weights = self.layers, self.layers.weights
+        last = weights.length - 1
+        vectors = weights.vectors(layers.stacks)
         # XLA would fetch the last layer before the loss is computed.
         stacks, dx = after_all((layers.stacks, layers.epilogue.by_output))
-        slices = layers.weights.slices(stacks, last)
+        slices = weights.slices(stacks, last)
         hosted = {n: x for n, x in enumerate(slices[0]) if on_host(layers.stacks[n])}
         # The same holds of the first moments.
         slots, stacks, dx = after_all(
             (self.transfers.optimizer.layered.slots, [*stacks, *others], dx)
         )
         inputs = self._inputs(slots, 0, last)
-        weights = {
-            n: read_slice(x, last - 1) for n, x in enumerate(stacks) if on_host(x)
-        }
-        fixed = {n: read_slice(x, last - 1) for n, x in enumerate(frozen) if on_host(x)}
-        flight = InFlight(slots, stacks, inputs, weights, fixed)
+        prefetched = weights.prefetch(stacks, last - 1)
+        flight = InFlight(slots, stacks, inputs, *prefetched)
         x, dkept = layers.read(last)
         back = layers.first_gradients(dx)
         gradients, back = layers.pull(slices, x, back, dkept, jnp.int32(last))
@@ -123,7 +115,7 @@ class _BackwardOverlap:
             functools.partial(self._turn, vectors),
             carry,
             backward=True,
-            prefetches=layers.weights.prefetches,
+            prefetches=weights.prefetches,
             makes_room=True,
         )
         update = functools.partial(
@@ -215,7 +207,7 @@ class _BackwardOverlap:
         if following is None:
             return flight, computed
         weights = {
-            n: read_slice(flight.stacks[n], following)
+            n: self.layers.weights.read(n, flight.stacks[n], following)
             for n in transfers.groups[after].positions
             if on_host(flight.stacks[n])
         }
@@ -305,18 +297,20 @@ class _ForwardOverlap:
         # The previous turn updated some of them, which it fetched for that.
         new, frozen = flight.weights, self.transfers.portions.slices(flight.frozen, i)
         layers = enumerate(flight.stacks[: self.count])
-        slices = [new[n] if n in new else read_slice(x, i) for n, x in layers]
+        read = self.transfers.weights.read
+        slices = [new[n] if n in new else read(n, x, i) for n, x in layers]
         flight, slices = flight.read_first(slices, self.count)
         return flight._replace(weights={}), (slices, frozen)
 
     def _inputs(self, flight: InFlight, k: int, i: LayerIndex) -> GroupInputs:
         """Begins to fetch the inputs of the update of group k of layer i."""
         group, parts = self.transfers.groups[k], self.transfers.parts
+        stacks, shards = self.gradients.stacks, self.transfers.shards
         return GroupInputs(
             self.transfers.fetch_moments(flight.slots, k, i),
-            [read_slice(self.gradients.stacks[n], i, parts) for n in group.positions],
+            [read_slice(stacks[n], i, parts, shards[n]) for n in group.positions],
             {
-                n: read_slice(flight.stacks[n], i, parts)
+                n: read_slice(flight.stacks[n], i, parts, shards[n])
                 for n in group.positions
                 if on_host(flight.stacks[n])
             },

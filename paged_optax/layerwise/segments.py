@@ -23,7 +23,8 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Opaque
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.layerwise.slices import LayerIndex, read_slice
+from paged_optax.layerwise.slices import LayerIndex
+from paged_optax.layerwise.weights import Weights
 
 #: `between(k, computed)` is called after segment k, and returns the computed values.
 Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
@@ -208,35 +209,37 @@ class FrozenPortions:
     """Frozen stacks in portions, one of which is fetched during each segment.
 
     Attributes:
-      stacks: The stacks.
+      weights: The layers' parameters.
       count: The number of portions.
     """
 
-    stacks: Sequence[Array]
+    weights: Weights
     count: int
 
     @functools.cached_property
     def positions(self) -> list[tuple[int, ...]]:
         """For each portion, the positions of its stacks in host memory."""
-        hosted = [n for n, x in enumerate(self.stacks) if on_host(x)]
-        travel = [nbytes(self.stacks[n]) for n in hosted]
+        stacks = self.weights.frozen
+        hosted = [n for n, x in enumerate(stacks) if on_host(x)]
+        travel = [nbytes(stacks[n]) for n in hosted]
         groups = grouped(hosted, (), travel, self.count)
         return [group.positions for group in groups] + [()] * (self.count - len(groups))
 
     @property
     def sizes(self) -> list[int]:
         """The bytes of each portion, for all layers."""
-        return [sum(nbytes(self.stacks[n]) for n in share) for share in self.positions]
+        stacks = self.weights.frozen
+        return [sum(nbytes(stacks[n]) for n in share) for share in self.positions]
 
     def fetch(self, k: int, i: LayerIndex) -> dict[int, Array]:
         """Begins to fetch portion k of layer i; keyed by position."""
-        return {n: read_slice(self.stacks[n], i) for n in self.positions[k]}
+        return {n: self.weights.read_frozen(n, i) for n in self.positions[k]}
 
     def slices(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
         """Layer i, with its fetched portions."""
         return [
-            fetched[n] if n in fetched else read_slice(x, i)
-            for n, x in enumerate(self.stacks)
+            fetched[n] if n in fetched else self.weights.read_frozen(n, i)
+            for n in range(len(self.weights.frozen))
         ]
 
 

@@ -14,6 +14,7 @@ from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.types import is_traced
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
+from paged_optax.engine.shards import Shards
 from paged_optax.engine.transfers import StackPage
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
@@ -36,12 +37,20 @@ def is_sliced(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
 
 @overload
 def read_slice(
-    x: Array | np.ndarray, i: LayerIndex, parts: int | None = None
+    x: Array | np.ndarray,
+    i: LayerIndex,
+    parts: int | None = None,
+    shards: Shards | None = None,
 ) -> Array: ...
 @overload
-def read_slice(x: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
 def read_slice(
-    x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None
+    x: Stored, i: LayerIndex, parts: int | None = None, shards: Shards | None = None
+) -> Stored: ...
+def read_slice(
+    x: Stored | np.ndarray,
+    i: LayerIndex,
+    parts: int | None = None,
+    shards: Shards | None = None,
 ) -> Stored:
     """Reads part i of the leading axis to the device.
 
@@ -49,25 +58,38 @@ def read_slice(
       x: The array. A stack has one part for each layer.
       i: The part.
       parts: The number of parts; None is the length of the axis.
+      shards: The division of the array, if it is known.
     """
     if isinstance(x, Quantized):
         parts = x.codes.shape[0] if parts is None else parts
         scales = _scales(i, x.scales.shape[0] // parts).read(x.scales)
-        return Quantized(read_slice(x.codes, i, parts), scales)
+        return Quantized(read_slice(x.codes, i, parts, shards), scales)
     size = 1 if parts is None else x.shape[0] // parts
-    return _page(x, i, size, parts).read(x)
+    return _page(x, i, size, parts, shards).read(x)
 
 
 @overload
 def write_slice(
-    x: Array, new: Array, i: LayerIndex, parts: int | None = None
+    x: Array,
+    new: Array,
+    i: LayerIndex,
+    parts: int | None = None,
+    shards: Shards | None = None,
 ) -> Array: ...
 @overload
 def write_slice(
-    x: Stored, new: Stored, i: LayerIndex, parts: int | None = None
+    x: Stored,
+    new: Stored,
+    i: LayerIndex,
+    parts: int | None = None,
+    shards: Shards | None = None,
 ) -> Stored: ...
 def write_slice(
-    x: Stored, new: Stored, i: LayerIndex, parts: int | None = None
+    x: Stored,
+    new: Stored,
+    i: LayerIndex,
+    parts: int | None = None,
+    shards: Shards | None = None,
 ) -> Stored:
     """Replaces part i of the leading axis.
 
@@ -76,13 +98,14 @@ def write_slice(
       new: The new part.
       i: The part.
       parts: The number of parts; None for weights, which travel during products.
+      shards: The division of the array, if it is known.
     """
     if isinstance(x, Quantized):
         assert isinstance(new, Quantized)
         scales = _scales(i, new.scales.shape[0]).write(x.scales, new.scales)
-        return Quantized(write_slice(x.codes, new.codes, i, parts), scales)
+        return Quantized(write_slice(x.codes, new.codes, i, parts, shards), scales)
     assert not isinstance(new, Quantized)
-    return _page(x, i, new.shape[0], parts).write(x, new)
+    return _page(x, i, new.shape[0], parts, shards).write(x, new)
 
 
 def write_slices(
@@ -90,21 +113,27 @@ def write_slices(
     slices: Sequence[Array],
     new: Sequence[Array],
     i: LayerIndex,
+    shards: Sequence[Shards | None],
 ) -> list[Array]:
     """Writes the slices of layer i that changed."""
     return [
-        x if update is old else write_slice(x, update, i)
-        for x, old, update in zip(stacks, slices, new, strict=True)
+        x if update is old else write_slice(x, update, i, shards=divided)
+        for x, old, update, divided in zip(stacks, slices, new, shards, strict=True)
     ]
 
 
 def _page(
-    x: Array | np.ndarray, i: LayerIndex, size: int, parts: int | None
+    x: Array | np.ndarray,
+    i: LayerIndex,
+    size: int,
+    parts: int | None,
+    shards: Shards | None,
 ) -> StackPage:
     # Weights are prefetched. In a loop XLA may fetch them long before, during an
-    # embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1).
-    at_once = parts is None or is_traced(i) or not GPU_FETCHES_AHEAD
-    return StackPage.of(x, i, size, at_once)
+    # embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1). Shards are small.
+    prefetched = parts is None and shards is None
+    at_once = prefetched or is_traced(i) or not GPU_FETCHES_AHEAD
+    return StackPage.of(x, i, size, at_once, shards)
 
 
 def _scales(i: LayerIndex, size: int) -> StackPage:

@@ -34,6 +34,7 @@ from paged_optax.layerwise.step_arguments import (
     Answer,
     ask,
     compare_processes,
+    known_shards,
     new_state_types,
     refuse_integers,
     refuse_other_counts,
@@ -70,7 +71,7 @@ def layerwise_step(
         \theta_i, s_i \leftarrow \mathrm{tx}(g_i, s_i, \theta_i),
         \qquad i = L-1, \ldots, 0.
 
-    On one GPU, from jax 0.11.2 on, a layer is updated while the gradients of the layer
+    On GPUs, from jax 0.11.2 on, a layer is updated while the gradients of the layer
     before it are computed: moments travel in both directions during the products, and
     the device holds the gradients of two layers. On other devices, and if the global
     norm is clipped, moments are written back after the layer's gradients are computed.
@@ -101,7 +102,7 @@ def layerwise_step(
     times (on a CPU: jax 0.10.2, 8 layers of 1024; on a GPU, not measured).
 
     With a workspace that is allocated with `rest`, a step leaves its gradients to the
-    next step, which applies them first: on one GPU, from jax 0.11.2 on, each layer's
+    next step, which applies them first: on GPUs, from jax 0.11.2 on, each layer's
     during the forward pass of the layer before it. `finish` applies the last gradients.
     A state that changes between two steps, for example by an injected learning rate,
     changes the update by the previous step's gradients. A schedule has the rates of an
@@ -280,7 +281,9 @@ class LayerwiseStep:
         accumulate = self._accumulate
         if accumulate:
             refuse_other_counts(batch)
-        partition, guard, clipping, optimizer = self._parts(params, state, workspace)
+        partition, guard, clipping, optimizer = self._parts(
+            answers, params, state, workspace
+        )
         kind = UpdateAtOnce if workspace.host is None else UpdateAfterNorm
         if deferred := workspace.pending is not None:
             kind = UpdateNextStep
@@ -302,7 +305,8 @@ class LayerwiseStep:
             return in_turn()
         if not accumulate and not clipping.by_layer:
             chunked = chunked_leaves(model.run_prologue, optimizer.layered, batch)
-            layered = LayeredState(params, partition, guard.state, chunked)
+            known = optimizer.layered.shards, optimizer.layered.moment_shards
+            layered = LayeredState(params, partition, guard.state, known, chunked)
             with contextlib.suppress(ValueError):  # a choice by shape, for one of them
                 optimizer = optimizer.in_chunks(layered, workspace.gradients)
         # Traced once for both names of a GPU.
@@ -313,7 +317,10 @@ class LayerwiseStep:
     def _finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        partition, guard, clipping, optimizer = self._parts(params, state, workspace)
+        answers = ask(self._tx, params, state, self._layer_tree)
+        partition, guard, clipping, optimizer = self._parts(
+            answers, params, state, workspace
+        )
         if workspace.pending is None:
             raise ValueError(
                 "workspace has nothing to finish: only updates by a workspace that is"
@@ -322,11 +329,15 @@ class LayerwiseStep:
         model = self._model.functions(partition, None, self._activations_on_host)
         schedule = InTurn(optimizer)
         step = TracedStep(model, partition, schedule, clipping, guard, False)
-        warn_of_moved(ask(guard.tx, params, guard.state, self._layer_tree), workspace)
+        warn_of_moved(answers, workspace)
         return UpdateNextStep(step).finish(workspace)
 
     def _parts(
-        self, params: PyTree, state: PyTree, workspace: GradientWorkspace
+        self,
+        answers: Sequence[Answer],
+        params: PyTree,
+        state: PyTree,
+        workspace: GradientWorkspace,
     ) -> tuple[Partition, Guard, Clipping, LayerOptimizer]:
         """Checks the arguments, and traces the update."""
         partition = Partition.of(params, self._layers)
@@ -346,7 +357,10 @@ class LayerwiseStep:
                 " is known with the layer's gradients, and nothing need be deferred."
                 " Allocate the workspace without rest=."
             )
-        layered = LayeredState(params, partition, guard.state)
+        shards, moments = (
+            known_shards(answers, params, moments=x) for x in (False, True)
+        )
+        layered = LayeredState(params, partition, guard.state, (shards, moments))
         happens = True if workspace.pending is None else workspace.pending.waits
         tree_state = None if fresh is None else guard.inside(fresh)
         optimizer = LayerOptimizer.of(

@@ -129,14 +129,12 @@ def warn_of_divided_layers(
     answers: Sequence[Answer], params: PyTree, frozen: PyTree, key: str
 ) -> bool:
     """Warns about the first stack that is divided along its layers."""
-    known = [ParameterShardings(), *(pager.known for pager, *_ in answers)]
     for name, tree, sources in (
-        ("params", as_pure(params), known),
-        ("frozen", as_pure(frozen), known[:1]),
+        ("params", as_pure(params), answers),
+        ("frozen", as_pure(frozen), ()),
     ):
         for path, x in _stacks(tree, key):
-            every = (_shards(source, path, x) for source in sources)
-            shards = next(filter(None, every), None)
+            shards = _shards(sources, path, x, moments=False)
             if shards is None or not x.shape or shards.divisions[0] == 1:
                 continue
             warn_user(
@@ -150,6 +148,18 @@ def warn_of_divided_layers(
     return False
 
 
+def known_shards(
+    answers: Sequence[Answer], params: PyTree, *, moments: bool
+) -> list[Shards | None]:
+    """Returns the division of each parameter, or of its `moments`.
+
+    None if it is not known, or if it divides the leading axis.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
+    found = [_shards(answers, path, x, moments) for path, x in flat]
+    return [x if x and x.divisions[:1] == (1,) else None for x in found]
+
+
 def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
     children = by_name(tree)
     if children is None or key not in children:
@@ -159,10 +169,14 @@ def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
     return [each for each, stacked in zip(flat, inside, strict=True) if stacked]
 
 
-def _shards(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None:
-    """A stack's sharding, or None if it is not found."""
-    with contextlib.suppress(ValueError):
-        return known.find(path, x)
+def _shards(
+    answers: Sequence[Answer], path: KeyPath, x: Array, moments: bool
+) -> Shards | None:
+    """A stack's sharding, or its moments'; None if it is not found."""
+    for known in (*(pager.known for pager, *_ in answers), ParameterShardings()):
+        with contextlib.suppress(ValueError):
+            if shards := known.find(path, x, moments=moments):
+                return shards
     return None
 
 

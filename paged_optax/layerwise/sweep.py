@@ -149,7 +149,7 @@ class BackwardPass:
             if all(a is b for a, b in zip(new, slices, strict=True)):
                 stacks, _ = written_back(stacks, slices, i)
             else:
-                stacks = write_slices(stacks, slices, new, i)
+                stacks = write_slices(stacks, slices, new, i, weights.shards)
             if weights.prefetches:
                 # An iteration has two layers. The second one's moments wait for the
                 # first one's.

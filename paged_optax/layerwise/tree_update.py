@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
@@ -33,7 +33,12 @@ from paged_optax.layerwise.same_updates import SameUpdates
 from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.layerwise.weights import on_device
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import UNPAGED, current, within
+from paged_optax.transform.context import (
+    UNPAGED,
+    current,
+    known_shardings,
+    within,
+)
 
 #: Leaves by the numbers of the stacked tree. Zeros replace None, and are not updated.
 Leaves = Sequence[Stored | None]
@@ -225,14 +230,23 @@ class TreeUpdate:
         )
         # A slice of plain moments is updated whole, and not in pages.
         visitor = UNPAGED if self.plain and i is not None else current().visitor
-        with within(layer=i, visitor=visitor):
+        in_place = lambda m: m if isinstance(m, int) else m[place or 0]
+        # A slice is divided as its stack is, which its type does not have.
+        places: list[NamedSharding | None] = [None] * len(tree_params)
+        for m, x, shards in zip(members, params, layered.moment_shards, strict=True):
+            if x is not None and i is not None and shards is not None:
+                spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])
+                places[in_place(m)] = NamedSharding(shards.mesh, spec)
+        with (
+            within(layer=i, visitor=visitor),
+            known_shardings(tree_params, places),
+        ):
             changes, new_state = self.tx.update(*arguments)
         tree_changes = structure.flatten_up_to(changes)
         if self.same.pruned:
             new_leaves = self.state_structure.flatten_up_to(new_state)
         else:  # a state may come in containers that `tx` does not return
             new_leaves = jax.tree.leaves(new_state, is_leaf=is_quantized)
-        in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         of_state = lambda m, x: (
             # A layer of this kind has no such moment.
             x if in_place(m) < 0 else as_stack(m, new_leaves[in_place(m)])

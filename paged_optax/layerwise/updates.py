@@ -32,6 +32,7 @@ from paged_optax.layerwise.sinks import (
     scaled,
 )
 from paged_optax.layerwise.slices import is_sliced
+from paged_optax.layerwise.step_arguments import known_shards
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import Weights, host_like, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
@@ -69,9 +70,12 @@ class TracedStep:
         """The layers' parameters, placed so that layers can be sliced."""
         # Rows of matrices that live on the host are no whole tiles on a TPU.
         place = lambda x: x if is_sliced(x) else on_device(x)
-        frozen = self.model.frozen
+        frozen, layered = self.model.frozen, self.schedule.optimizer.layered
         both = self.partition.layers, frozen.layers if frozen else None
-        return Weights(*jax.tree.map(place, both))
+        shards = layered.of_layers(layered.shards)
+        fixed_shards = known_shards((), both[1], moments=False)
+        layers, fixed = jax.tree.map(place, both)
+        return Weights(layers, fixed, shards, fixed_shards)
 
     def params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, in the memory that they came from."""

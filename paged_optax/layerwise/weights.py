@@ -22,6 +22,7 @@ from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
+from paged_optax.engine.shards import Shards
 from paged_optax.engine.transfers import to_device, to_host
 from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
 from paged_optax.layerwise.slices import LayerIndex, read_slice
@@ -150,11 +151,20 @@ class Weights:
       frozen: The frozen stacks. Loops close over them.
       structure: The structure of the trained parameters.
       length: The number of layers.
+      shards: The division of each trained stack over a mesh, or None.
+      frozen_shards: The division of each frozen stack.
     """
 
-    def __init__(self, layers: PyTree[Array], frozen: PyTree[Array] = None):
+    def __init__(
+        self,
+        layers: PyTree[Array],
+        frozen: PyTree[Array],
+        shards: Sequence[Shards | None],
+        frozen_shards: Sequence[Shards | None],
+    ):
         self.stacks: list[Array]
         self.frozen: list[Array]
+        self.shards, self.frozen_shards = shards, frozen_shards
         self.stacks, self.structure = jax.tree.flatten(layers)
         self.frozen, self._frozen_structure = jax.tree.flatten(frozen)
         self.length = length_of(layers)
@@ -176,9 +186,21 @@ class Weights:
         if i is None or not self.prefetches:
             return Prefetched({}, {})
         return Prefetched(
-            {n: read_slice(x, i) for n, x in enumerate(stacks) if on_host(x)},
-            {n: read_slice(x, i) for n, x in enumerate(self.frozen) if on_host(x)},
+            {n: self.read(n, x, i) for n, x in enumerate(stacks) if on_host(x)},
+            {
+                n: self.read_frozen(n, i)
+                for n, x in enumerate(self.frozen)
+                if on_host(x)
+            },
         )
+
+    def read(self, n: int, stack: Array, i: LayerIndex) -> Array:
+        """Reads layer i of trained stack n."""
+        return read_slice(stack, i, shards=self.shards[n])
+
+    def read_frozen(self, n: int, i: LayerIndex) -> Array:
+        """Reads layer i of frozen stack n."""
+        return read_slice(self.frozen[n], i, shards=self.frozen_shards[n])
 
     @staticmethod
     def vectors(stacks: Sequence[Array]) -> Vectors:
@@ -217,13 +239,13 @@ class Weights:
             if n in vectors:
                 joined, k = vectors[n]
                 return read_slice(joined, i)[:, k]
-            return trained[n] if n in trained else read_slice(x, i)
+            return trained[n] if n in trained else self.read(n, x, i)
 
         return (
             [each(n, x) for n, x in enumerate(stacks)],
             [
-                frozen[n] if n in frozen else read_slice(x, i)
-                for n, x in enumerate(self.frozen)
+                frozen[n] if n in frozen else self.read_frozen(n, i)
+                for n in range(len(self.frozen))
             ],
         )
 

@@ -190,7 +190,12 @@ class PagedTransformation:
             # A norm, a factored moment or a matrix product needs the whole leaf.
             return uncut(shape)
         spare = context.spare_bytes, context.isolate
-        return cut(shape, tuple(moments), self.page_size, like_leaves, *spare)
+        pages = cut(shape, tuple(moments), self.page_size, like_leaves, *spare)
+        if not (shards and context.fetched) or context.isolate or pages.gpu.count > 1:
+            return pages
+        # A shard of one page is in no loop of pages: to isolate it, the host waits.
+        gpu = dataclasses.replace(pages.gpu, isolated=False)
+        return dataclasses.replace(pages, gpu=gpu)
 
     def refused(self, layout: StateLayout, position: int) -> str:
         """Returns why a moment cannot be sliced in host memory, or ""."""

@@ -182,8 +182,12 @@ class ParameterShardings:
             if shards and not new.apart and max(shards.divisions, default=1) > 1:
                 _divided.add((key, axes))
 
-    def find(self, path: KeyPath, *arrays: ArrayOrShape) -> Shards | None:
+    def find(
+        self, path: KeyPath, *arrays: ArrayOrShape, moments: bool = True
+    ) -> Shards | None:
         """Returns the shards of a parameter, by arrays of its shape; the first wins.
+
+        Metadata that divides moments apart counts only if `moments` is true.
 
         Raises:
           ValueError: If the argument's sharding does not fit its parameter.
@@ -191,7 +195,7 @@ class ParameterShardings:
         shape = arrays[0].shape
         key, mesh = (keystr(path), shape), _mesh_of(arrays)
         seen = self._recall(key, mesh, resized=True)
-        if seen and seen.apart and seen.shards:
+        if moments and seen and seen.apart and seen.shards:
             return seen.shards
         for x in arrays:
             sharding = sharding_in_type(x)
@@ -208,7 +212,8 @@ class ParameterShardings:
         if concrete:
             return next(filter(None, map(Shards.of_array, concrete)), None)
         arguments = [Shards.of(current().shardings.get(id(x)), shape) for x in arrays]
-        known = [x and x.shards for x in (self._recall(key, mesh), seen)]
+        recalled = self._recall(key, mesh), seen
+        known = [x.shards if x and x.apart <= moments else None for x in recalled]
         exact, resized = [None if x and _typed(x) else x for x in known]
         return next(filter(None, (exact, *arguments, resized)), None)
 
