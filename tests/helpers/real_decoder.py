@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import paged_optax as po
+from examples.attention import attention as attend
 from helpers import aot
 from helpers.programs import layerwise, placed
 
@@ -26,6 +27,7 @@ class Config:
       tied: Whether the output matrix is the embedding.
       normed: Whether queries and keys are normalised, as Qwen 3 does.
       fused: Whether the head is `po.linear_cross_entropy`.
+      flash: Whether attention is the examples', which holds no scores on a GPU.
       remat: Whether each layer is a `jax.checkpoint`.
       blocks: Of how many blocks of queries the scores are computed one after the other,
         and again in the backward pass.
@@ -42,6 +44,7 @@ class Config:
     tied: bool = True
     normed: bool = True
     fused: bool = False
+    flash: bool = False
     remat: bool = False
     blocks: int = 1
     dtype: type = jnp.bfloat16
@@ -124,6 +127,8 @@ def attention(config, weights, norms, x, cos, sin, mask):
     if config.normed:
         q, k = rms(q, norms["q"]), rms(k, norms["k"])
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    if config.flash:
+        return attend(q, k, v).reshape(batch, length, -1) @ weights["o"]
     q = q.reshape(
         batch,
         config.blocks,

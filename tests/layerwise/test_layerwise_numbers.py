@@ -15,7 +15,7 @@ import paged_optax as po
 from helpers.stacked import BATCH, SETTINGS, STACK, both, finish, layer, same, start
 
 
-@pytest.mark.quick("offloaded")
+@pytest.mark.quick("offloaded", "device_dtype")
 @pytest.mark.parametrize(
     "how",
     [
@@ -25,6 +25,7 @@ from helpers.stacked import BATCH, SETTINGS, STACK, both, finish, layer, same, s
         {"accumulate": True},
         {"accumulate": True, "max_norm": 0.5},
         {"accumulate": True, "max_norm": 0.5, "host_dtype": jnp.float32},
+        {"accumulate": True, "max_norm": 0.5, "device_dtype": jnp.float32},
     ],
     ids=lambda how: "+".join(how) or "plain",
 )
