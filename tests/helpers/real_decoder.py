@@ -97,6 +97,7 @@ class Config:
         return rest | {"layers": layers}
 
 
+@jax.named_scope("norm")
 def rms(x, scale):
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
@@ -111,6 +112,7 @@ def rotary(tokens, head):
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.named_scope("attention")
 def rotated(x, cos, sin):
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -165,6 +167,7 @@ def before(config, rest, batch):
     return rest["embed"][tokens], (*rotary(tokens, config.head), mask)
 
 
+@jax.named_scope("head")
 def after(config, rest, x, batch):
     x = rms(x, rest["norm"])
     if config.fused:
