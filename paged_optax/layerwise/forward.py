@@ -222,9 +222,9 @@ class ModelFunctions:
         ) -> tuple[PyTree, PyTree, list[Array]]:
             if self.saves is None:
                 return *self.run_layer(*weights.of(slices), x, context, i), []
-            arguments = *weights.of(slices), x, context, jnp.asarray(i)
-            pull, results = self.linearized(*arguments[:4], self.saves, arguments[4])
-            saved[:] = [Saved.of(pull, x, arguments)]
+            both, number = weights.of(slices), jnp.asarray(i)
+            pull, results = self.linearized(*both, x, context, self.saves, number)
+            saved[:] = [Saved.of(pull, x, (*both, x, context, number))]
             return *results, saved[0].residuals
 
         run = lambda i, slices, x: each(lambda x, c: layer(i, slices, x, c), x, context)

@@ -9,6 +9,8 @@ import jax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.types import PyTreeDef
+
 
 class Learned(NamedTuple):
     """Marks the leaves that depend on trained parameters.
@@ -44,7 +46,7 @@ class Saved:
 
     x: PyTree[Array]
     residuals: list[Array]
-    structure: jax.tree_util.PyTreeDef
+    structure: PyTreeDef
     known: tuple[int | None, ...]
 
     @staticmethod

@@ -1,5 +1,11 @@
-"""The benchmarks' rows as tables, for people."""
+"""The benchmarks' rows as tables, for people.
 
+python tests/benchmarks/tables.py FILE...    # the guide's table of tokens a second
+"""
+
+import json
+import pathlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -103,13 +109,42 @@ def shares(rows: list[Row], table: Callable[..., str]) -> str:
         + [f"{row['shares'][name] / sum(row['shares'].values()):.1%}" for row in rows]
         for name in names
     ]
-    return table(("part", *(row["name"] for row in rows)), cells)
+    title = lambda row: row["name"].partition(": ")[2]
+    return table(("part", *map(title, rows)), cells)
+
+
+def speeds(rows: list[Row]) -> str:
+    """The guide's table of tokens a second, of what was measured and of the model."""
+    steps = [row for row in rows if row["section"] in ("tokens", "decoder")]
+    modelled = next(row for row in steps if row["section"] == "tokens")
+    each = modelled["teraflops"] / modelled["tokens_per_second"]
+    peak = {row["card"]: row["teraflops"] / row["mfu"] for row in steps if "mfu" in row}
+    head = "card", "way", "micro-batches", "tokens/s", "MFU", "device, GiB", ""
+    cells = []
+    for row in steps:
+        card = row.get("card") or row["predicted_for"]
+        rate = row["tokens"] / row["seconds"]
+        used = each * rate / peak[card]
+        size = row.get("peak_device_bytes") or row["device_bytes"]
+        measured = row["section"] == "decoder" or row["source"] == "measured"
+        cells.append(
+            (
+                card.upper().replace("RTX", "RTX "),
+                row.get("way") or row["name"].partition(": ")[2],
+                str(row.get("micro_batches", 1)),
+                f"{rate:,.0f}",
+                f"{used:.0%}",
+                f"{size / 2**30:.1f}",
+                "**measured**" if measured else "model",
+            )
+        )
+    return markdown(head, sorted(cells, key=lambda x: x[0]))
 
 
 def markdown(head: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
     """A guide's table."""
-    rows = (head, ["---"] * len(head), *cells)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    lines = (head, ["---"] * len(head), *cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def show(result: dict[str, Any]) -> str:
@@ -131,3 +166,21 @@ def show(result: dict[str, Any]) -> str:
         ]
         parts.append("Could not run\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Prints the guide's table of the rows in files."""
+    read = (json.loads(pathlib.Path(name).read_text()) for name in sys.argv[1:])
+    rows = [row for found in read for row in found["rows"]]
+    print(speeds(rows))
+    print()
+    print(shares(profiled(rows), markdown))
+
+
+def profiled(rows: list[Row]) -> list[Row]:
+    """The guide's steps whose shares are known: of an H200."""
+    return [x for x in rows if x.get("card") == "h200" and "shares" in x]
+
+
+if __name__ == "__main__":
+    main()
