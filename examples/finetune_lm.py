@@ -41,6 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from attention import attention
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
@@ -93,7 +94,7 @@ class Block(nnx.Module):
         query, key, value = jnp.split(
             projected.reshape(batch, length, 3 * self.heads, -1), 3, axis=2
         )
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = attention(query, key, value)
         x = x + self.attention_out(mixed.reshape(batch, length, width))
         return x + self.mlp_down(nnx.gelu(self.mlp_up(self.mlp_norm(x))))
 

@@ -9,7 +9,7 @@ XLA:GPU starts a transfer early, and computes in the meantime, under two conditi
 - No loop is a CUDA graph. By default XLA records loops as graphs, in which transfers
   and kernels run sequentially (openxla/xla#48900). A layerwise step of Llama-3-8B in
   eight bits took 1.14 s on an H200, and 0.79 s without graphs (jax 0.11.2, measured by
-  `tests/benchmarks/decoders.py`). With `CONCURRENT` graphs it took 0.72 s and 3.3 GiB
+  `tests/benchmarks/run.py`). With `CONCURRENT` graphs it took 0.72 s and 3.3 GiB
   more device memory.
 """
 

@@ -19,8 +19,9 @@ from paged_optax.analysis.program import Constant
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import on_one_device, shape_dtype
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.forward import Learned, ModelFunctions, Rest, is_inexact
+from paged_optax.layerwise.forward import ModelFunctions, Rest, is_inexact
 from paged_optax.layerwise.layered_state import LayeredState
+from paged_optax.layerwise.residuals import Learned
 from paged_optax.layerwise.weights import Weights
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, PyTree
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
+from paged_optax.layerwise.residuals import Learned, Saved
 from paged_optax.layerwise.slices import (
     LayerIndex,
     over_layers,
@@ -36,8 +37,10 @@ Rest = Mapping[Hashable, PyTree]
 Merge = Callable[[Sequence[Array]], PyTree]
 
 
-#: `run(i, slices, x)` returns layer i's output, and its kept outputs.
-RunLayer = Callable[[LayerIndex, LayerSlices, PyTree], tuple[PyTree, PyTree]]
+#: `run(i, slices, x)` returns layer i's output, its kept outputs, and its residuals.
+RunLayer = Callable[
+    [LayerIndex, LayerSlices, PyTree], tuple[PyTree, PyTree, list[Array]]
+]
 
 
 class Activations(NamedTuple):
@@ -47,17 +50,20 @@ class Activations(NamedTuple):
       x: The next layer's input; finally the last layer's output.
       inputs: The inputs of all layers, stacked, for the backward pass.
       kept: The layers' kept outputs for the epilogue, stacked.
+      residuals: The layers' residuals, stacked; empty if they are computed again.
     """
 
     x: PyTree[Array]
     inputs: PyTree[Array]
     kept: PyTree[Array]
+    residuals: list[Array]
 
     @classmethod
     def before(
         cls,
         x: PyTree[Array],
         kept: PyTree[jax.ShapeDtypeStruct],
+        residuals: list[jax.ShapeDtypeStruct],
         length: int,
         on_host: bool,
     ) -> "Activations":
@@ -67,14 +73,16 @@ class Activations(NamedTuple):
         inputs = jax.tree.map(blank, x)
         if on_host:
             inputs = jax.device_put(inputs, HOST)
-        return cls(x, inputs, jax.tree.map(blank, kept))
+        return cls(x, inputs, *jax.tree.map(blank, (kept, residuals)))
 
     def after(self, i: LayerIndex, slices: LayerSlices, run: RunLayer) -> "Activations":
         """Runs layer i."""
         store = lambda to, x: write_slice(to, x[None], i)
         inputs = jax.tree.map(store, self.inputs, self.x)
-        x, kept = run(i, slices, self.x)
-        return Activations(x, inputs, jax.tree.map(store, self.kept, kept))
+        x, *new = run(i, slices, self.x)
+        return Activations(
+            x, inputs, *jax.tree.map(store, [self.kept, self.residuals], new)
+        )
 
 
 # The activations, the stacks, and the prefetched slices of the next layer.
@@ -82,11 +90,19 @@ _ForwardCarry = tuple[Activations, list[Array], Prefetched]
 
 
 class ForwardStart(NamedTuple):
-    """The prologue's results."""
+    """The prologue's results, and what the last traced layer saves."""
 
     activations: Activations
     context: PyTree
     run: RunLayer
+    saved: list[Saved]
+
+    def results(self, activations: Activations, stacks: list[Array]) -> "Forward":
+        """Returns the results of a forward pass that ran all layers."""
+        x, residuals = activations.inputs, activations.residuals
+        for saved in self.saved:
+            x = dataclasses.replace(saved, x=x, residuals=residuals)
+        return Forward(activations._replace(inputs=x), self.context, stacks)
 
 
 class Forward(NamedTuple):
@@ -115,22 +131,6 @@ class EpilogueGradients(NamedTuple):
     by_kept: list[Array]
 
 
-class Learned(NamedTuple):
-    """Marks the leaves that depend on trained parameters.
-
-    No other leaf has a gradient. The gradient of a table would be one more buffer,
-    which each layer adds to. Gradients by a frozen teacher's activations would need a
-    backward pass through all of its layers.
-
-    Attributes:
-      x: Marks of the leaves of the layers' input.
-      context: Marks of the leaves of the context.
-    """
-
-    x: list[bool]
-    context: list[bool]
-
-
 class PrologueGradients(NamedTuple):
     """The gradients by the learned leaves of the prologue's output.
 
@@ -154,6 +154,8 @@ class ModelFunctions:
       epilogue: See `LayerwiseModel`.
       activations_on_host: If true, the layers' inputs are in host memory.
       frozen: The frozen parameters. If None, the functions do not take any.
+      saves: The leaves whose gradients the forward pass saves residuals for; None saves
+        the layers' inputs alone.
     """
 
     prologue: Callable[..., PyTree]
@@ -161,6 +163,7 @@ class ModelFunctions:
     epilogue: Callable[..., PyTree]
     activations_on_host: bool
     frozen: Frozen | None = None
+    saves: Learned | None = None
 
     def _all(self, rest: Rest) -> tuple[Rest, ...]:
         """The prologue's and epilogue's parameters, on the device."""
@@ -212,19 +215,29 @@ class ModelFunctions:
         """Runs the prologue; `each` calls a function for each micro-batch."""
         rest = jax.tree.map(on_device, rest)  # once for all micro-batches
         x, context = each(lambda b: self.run_prologue(rest, b), batch)
-        run = lambda i, slices, x: each(
-            lambda x, c: self.run_layer(*weights.of(slices), x, c, i), x, context
-        )
+        saved = list[Saved]()
+
+        def layer(
+            i: LayerIndex, slices: LayerSlices, x: PyTree, context: PyTree
+        ) -> tuple[PyTree, PyTree, list[Array]]:
+            if self.saves is None:
+                return *self.run_layer(*weights.of(slices), x, context, i), []
+            both, number = weights.of(slices), jnp.asarray(i)
+            pull, results = self.linearized(*both, x, context, self.saves, number)
+            saved[:] = [Saved.of(pull, x, (*both, x, context, number))]
+            return *results, saved[0].residuals
+
+        run = lambda i, slices, x: each(lambda x, c: layer(i, slices, x, c), x, context)
         shapes = jax.eval_shape(
             lambda stacks, x: run(jnp.int32(0), weights.slices(stacks, 0), x),
             weights.stacks,
             x,
         )
-        output, kept = shapes
+        output, *new = shapes
         refuse_other_input(x, output)
         on_host = self.activations_on_host
-        activations = Activations.before(x, kept, weights.length, on_host)
-        return ForwardStart(activations, context, run)
+        activations = Activations.before(x, *new, weights.length, on_host)
+        return ForwardStart(activations, context, run, saved)
 
     def forward(self, weights: Weights, start: ForwardStart) -> Forward:
         """Runs the layers."""
@@ -247,7 +260,7 @@ class ModelFunctions:
             (start.activations, weights.stacks, prefetched),
             prefetches=weights.prefetches,
         )
-        return Forward(activations, start.context, stacks)
+        return start.results(activations, stacks)
 
     def pull_epilogue(
         self,
@@ -304,17 +317,34 @@ class ModelFunctions:
         dkept: list[Array],
     ) -> tuple[PyTree[Array], list[Array], list[Array]]:
         """Computes a layer's gradients by its parameters, its input and the context."""
+        if isinstance(x, Saved):
+            arguments = weights, frozen, x.x, context, jnp.asarray(i)
+            return x.pull(arguments)((dx, dkept))
+        pull, _ = self.linearized(weights, frozen, x, context, learned, i)
+        return pull((dx, dkept))
+
+    def linearized(
+        self,
+        weights: PyTree[Array],
+        frozen: PyTree[Array],
+        x: PyTree[Array],
+        context: PyTree,
+        learned: Learned,
+        i: LayerIndex,
+    ) -> tuple[Callable[..., Any], tuple[PyTree[Array], PyTree[Array]]]:
+        """Returns a layer's backward pass, and its outputs."""
         inputs, merge_x = select(x, learned.x)
         seen, merge_context = select(context, learned.context)
 
         def run(
             weights: PyTree[Array], inputs: list[Array], seen: list[Array]
-        ) -> tuple[list[Array], list[Array]]:
+        ) -> tuple[tuple[list[Array], list[Array]], tuple[PyTree, PyTree]]:
             arguments = weights, frozen, merge_x(inputs), merge_context(seen)
             x, new = self.run_layer(*arguments, i)
-            return select(x, learned.x)[0], _inexact(new)[0]
+            return (select(x, learned.x)[0], _inexact(new)[0]), (x, new)
 
-        return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
+        _, pull, outputs = jax.vjp(run, weights, inputs, seen, has_aux=True)
+        return pull, outputs
 
     def pull_prologue(
         self, rest: Rest, batch: PyTree, learned: Learned, back: PrologueGradients

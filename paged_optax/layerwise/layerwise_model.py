@@ -145,6 +145,7 @@ class LayerwiseModel:
         accumulate: str = "*norm*",
         dtype: DTypeLike | None = None,
         host_dtype: DTypeLike | None = None,
+        device_dtype: DTypeLike | None = None,
         rest: PyTree | bool | None = None,
         layers: str = "layers",
     ) -> GradientWorkspace:
@@ -155,6 +156,7 @@ class LayerwiseModel:
           accumulate: See `GradientWorkspace.allocate`.
           dtype: See `GradientWorkspace.allocate`.
           host_dtype: See `GradientWorkspace.allocate`.
+          device_dtype: See `GradientWorkspace.allocate`.
           rest: See `GradientWorkspace.allocate`; True uses all parameters outside the
             layers.
           layers: The key of the layers' parameters.
@@ -173,6 +175,7 @@ class LayerwiseModel:
             accumulate=accumulate,
             dtype=dtype,
             host_dtype=host_dtype,
+            device_dtype=device_dtype,
             rest=rest,
         )
 

@@ -253,7 +253,7 @@ class _ForwardOverlap:
             activations.after(i, slices, self.start.run),
             flight.stacks,
         )
-        forward = Forward(activations, self.start.context, stacks[:count])
+        forward = self.start.results(activations, stacks[:count])
         return forward, flight.slots, stacks[count:]
 
     def _turn(
@@ -266,7 +266,9 @@ class _ForwardOverlap:
         (activations, flight), transfers = carry, self.transfers
         flight, slices = self._slices(i, flight)
 
-        def run(i: LayerIndex, slices: LayerSlices, x: PyTree) -> tuple[PyTree, PyTree]:
+        def run(
+            i: LayerIndex, slices: LayerSlices, x: PyTree
+        ) -> tuple[PyTree, PyTree, list[Array]]:
             nonlocal flight
             after = None if following is None else following + 1
 

@@ -15,7 +15,7 @@ from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import check_rate, check_transformation
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
 from paged_optax.layerwise.deferred_update import UpdateNextStep
-from paged_optax.layerwise.dependencies import chunked_leaves
+from paged_optax.layerwise.dependencies import chunked_leaves, learned
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
 from paged_optax.layerwise.in_turn import InTurn
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
@@ -43,7 +43,7 @@ from paged_optax.layerwise.step_arguments import (
     warn_of_moved,
 )
 from paged_optax.layerwise.updates import TracedStep, UpdateAfterNorm, UpdateAtOnce
-from paged_optax.layerwise.weights import Frozen
+from paged_optax.layerwise.weights import Frozen, Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 # XLA:TPU copies whole host stacks that are updated during other layers' gradients
@@ -59,6 +59,7 @@ def layerwise_step(
     clip: Literal["global", "layer"] = "global",
     accumulate: bool = False,
     activations_on_host: bool = False,
+    recompute: bool = True,
     layers: str = "layers",
 ) -> "LayerwiseStep":
     r"""Returns a training step that holds the gradients of one layer at a time.
@@ -123,6 +124,9 @@ def layerwise_step(
         micro-batches are kept, and each layer's gradients add up in the workspace. With
         a workspace's `host_dtype` they add up on the host, one micro-batch at a time.
       activations_on_host: If true, the layers' inputs are in host memory.
+      recompute: If false, the forward pass saves a layer's residuals beside its input,
+        and the backward pass does not compute the layer again. They are all
+        intermediate values, or those that a `jax.checkpoint` of the layer saves.
       layers: The key of the layers' parameters, as in `what_fits`.
 
     Returns:
@@ -163,8 +167,9 @@ def layerwise_step(
     if max_norm is not None:
         check_rate("max_norm", max_norm)
     tree, tx = model.layer_tree, model.on_stacks(tx)
+    saves = not recompute
     return LayerwiseStep(
-        model, tx, max_norm, clip, accumulate, activations_on_host, layers, tree
+        model, tx, max_norm, clip, accumulate, activations_on_host, saves, layers, tree
     )
 
 
@@ -178,6 +183,7 @@ class LayerwiseStep:
     _clip: str
     _accumulate: bool
     _activations_on_host: bool
+    _saves: bool
     _layers: str
     _layer_tree: LayerTree | None
     # True after the warning about divided layers. No program depends on it.
@@ -291,6 +297,11 @@ class LayerwiseStep:
             frozen = Frozen.of(frozen, self._layers, length_of(partition.layers))
         model = self._model.functions(partition, frozen, self._activations_on_host)
         model = on_explicit_axes(model, partition, batch, accumulate)
+        if self._saves:
+            one = jax.tree.map(lambda x: x[0], batch) if accumulate else batch
+            weights = Weights(partition.layers, frozen and frozen.layers)
+            follows = learned(model, weights, partition.rest, one)
+            model = dataclasses.replace(model, saves=follows)
         run = lambda schedule: kind(
             TracedStep(model, partition, schedule, clipping, guard, accumulate)
         )(workspace, batch)

@@ -238,7 +238,7 @@ def _moved(workspace: GradientWorkspace) -> str:
     moved = [
         (path, x)
         for path, x in jax.tree_util.tree_flatten_with_path(workspace.host)[0]
-        if is_sliced(x) and not on_host(x)
+        if is_sliced(x) and not on_host(x) and not workspace.on_device
     ]
     if not moved:
         return ""

@@ -16,7 +16,6 @@ from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.forward import (
     EpilogueGradients,
     Forward,
-    Learned,
     ModelFunctions,
     PrologueGradients,
     Rest,
@@ -24,6 +23,7 @@ from paged_optax.layerwise.forward import (
     select,
 )
 from paged_optax.layerwise.loss import WeightedLoss, over
+from paged_optax.layerwise.residuals import Learned
 from paged_optax.layerwise.slices import (
     Carry,
     LayerIndex,

@@ -51,7 +51,7 @@ class Pending(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["gradients", "host", "pending"],
-    meta_fields=["accumulates"],
+    meta_fields=["accumulates", "on_device"],
 )
 @dataclasses.dataclass(frozen=True)
 class GradientWorkspace:
@@ -72,6 +72,7 @@ class GradientWorkspace:
       accumulates: For each leaf of `gradients`, true if it accumulates.
       pending: Gradients of a deferred update outside the layers, or None; see
         `allocate`.
+      on_device: True if `host` is in device memory.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -89,6 +90,7 @@ class GradientWorkspace:
     host: PyTree
     accumulates: tuple[bool, ...]
     pending: PyTree = None
+    on_device: bool = False
 
     @classmethod
     def allocate(
@@ -98,6 +100,7 @@ class GradientWorkspace:
         accumulate: str | Sequence[str] = "*norm*",
         dtype: DTypeLike | None = None,
         host_dtype: DTypeLike | None = None,
+        device_dtype: DTypeLike | None = None,
         rest: PyTree | None = None,
     ) -> "GradientWorkspace":
         """Allocates the buffers.
@@ -111,6 +114,8 @@ class GradientWorkspace:
           host_dtype: Keeps the gradients of all layers in host memory in this dtype
             too. A step then clips by the exact global norm with one backward pass, and
             accumulates micro-batches in sequence.
+          device_dtype: The same in device memory, instead of `host_dtype`: for many
+            micro-batches on a device with room for the gradients of all layers.
           rest: The prologue's parameters, or their `ShapeDtypeStruct`s. With `rest` and
             `host_dtype` updates are deferred: a step stores its gradients in the
             workspace, and the next step applies them. The step's `finish` applies the
@@ -122,9 +127,16 @@ class GradientWorkspace:
         Raises:
           ValueError: If a leaf has no leading axis, or another length than the others;
             if layers are not stacked; if `rest` is given without `host_dtype`, or is no
-            mapping.
+            mapping; if both `host_dtype` and `device_dtype` are given.
         """
         check_arrays("layers", layers)
+        on_device = device_dtype is not None
+        if on_device and host_dtype is not None:
+            raise ValueError(
+                "host_dtype and device_dtype are both given: leave one out, the"
+                " gradients of all layers are in one memory."
+            )
+        host_dtype = device_dtype if on_device else host_dtype
         if rest is not None and host_dtype is None:
             raise ValueError(
                 "rest is given and host_dtype is None: a deferred update finds the"
@@ -134,7 +146,8 @@ class GradientWorkspace:
         if dtype is not None:
             dtype = parameter_dtype("dtype", dtype)
         if host_dtype is not None:
-            host_dtype = parameter_dtype("host_dtype", host_dtype)
+            name = "device_dtype" if on_device else "host_dtype"
+            host_dtype = parameter_dtype(name, host_dtype)
         flat, structure = tree_flatten_with_path(layers)
         names = [path_name(path) for path, _ in flat]
         stacks = [x for _, x in flat]
@@ -145,7 +158,10 @@ class GradientWorkspace:
         if host_dtype is not None:
             host = jax.tree.unflatten(
                 structure,
-                [zeros(x, x.shape, host_dtype, host=is_sliced(x)) for x in stacks],
+                [
+                    zeros(x, x.shape, host_dtype, host=is_sliced(x) and not on_device)
+                    for x in stacks
+                ],
             )
         gradients = [
             zeros(x, x.shape[1:], jax.typeof(x).dtype if dtype is None else dtype)
@@ -156,6 +172,7 @@ class GradientWorkspace:
             host,
             tuple(name in accumulated for name in names),
             None if rest is None else _nothing_pending(rest, gradients, stacks[0]),
+            on_device,
         )
 
     def write(self, gradients: PyTree[Array]) -> "GradientWorkspace":
@@ -223,7 +240,7 @@ class GradientWorkspace:
         layers, rest = self._allocated_for(params)
         placed = jax.tree.map(placed_shape, layers)
         blank = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
-        stored = lambda like, x: blank(like, x, is_sliced(x))
+        stored = lambda like, x: blank(like, x, is_sliced(x) and not self.on_device)
         gradients = jax.tree.map(blank, placed, self.gradients)
         host, pending = self.host, self.pending
         if host is not None:
@@ -232,7 +249,9 @@ class GradientWorkspace:
             each = jax.tree.map(placed_shape, rest)
             stack = jax.tree.leaves(placed)[0]
             pending = _nothing_pending(each, jax.tree.leaves(gradients), stack)
-        return GradientWorkspace(gradients, host, self.accumulates, pending)
+        return dataclasses.replace(
+            self, gradients=gradients, host=host, pending=pending
+        )
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the layers' parameters, and the others."""

@@ -1,19 +1,25 @@
 """Checks and measures `paged_optax` on whatever backend is there, in one command.
 
-    python tests/benchmarks/run.py            # a few minutes; no arguments needed
-    python tests/benchmarks/run.py --quick    # seconds: does everything run?
+    python tests/benchmarks/run.py              # a few minutes; no arguments needed
+    python tests/benchmarks/run.py --quick      # seconds: does everything run?
+    python tests/benchmarks/run.py --tokens     # whole decoders, many micro-batches
+    python tests/benchmarks/run.py --profile    # where a step's time goes
+    python tests/benchmarks/run.py --tokens --modelled --card rtx4090
 
 Prints tables and writes them as JSON, with versions and device, to
 `tests/benchmarks/results/<backend>-<device>-jax<version>.json`:
 
 - numbers: paged optimizers against Optax's on this backend, bit differences counted;
 - link: its rate to the device, to the host, and both at once;
-- update: seconds and peak device bytes of `optax.adamw` resident, offloaded as a
-  whole tree, and paged;
-- layerwise: seconds of a training step with one layer's gradients alive, beside an
-  ordinary one;
-- decoder: seconds and peak of steps of Llama 3 8B, on a GPU, beside the step model's;
-- tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
+- update: seconds of `optax.adamw` resident, offloaded as a whole tree, and paged;
+- tokens: seconds and tokens a second of training steps of Llama-3-8B, on a GPU, beside
+  the step model's; elsewhere of a small decoder.
+
+`--tokens` has Llama-3-8B and Qwen3-4B, resident and layerwise, at 1, 16 and 128
+micro-batches of 4,096 tokens. `--profile` splits the resident and the layerwise step
+into products, attention, transfers and more, as a table and a picture: by XLA's trace
+on a GPU. `--modelled` compiles the same programs for a card that is not here, and
+takes the step model's figures; so does `--profile` without a GPU.
 
 On a GPU that this has not run on, `first_minutes.py` comes first.
 
@@ -44,6 +50,8 @@ sys.path.insert(1, str(FOLDER.parent))  # for `helpers`
 
 #: Seconds after which no further part is started, unless told.
 BUDGET = 480
+#: The same of whole decoders.
+LONG_BUDGET = 7200
 
 
 # --- Parts: each runs in a process of its own -------------------------------------
@@ -71,21 +79,9 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import updates
 
         return updates.measure(**arguments)
-    if part == "peak":
-        import updates
+    import tokens
 
-        return updates.peak(**arguments)
-    if part == "layerwise":
-        import layerwise
-
-        return layerwise.measure(**arguments)
-    if part == "decoder":
-        import decoders
-
-        return decoders.measure(**arguments)
-    import tracing
-
-    return tracing.trace(**arguments)
+    return getattr(tokens, part)(**arguments)
 
 
 class PartError(RuntimeError):
@@ -137,13 +133,17 @@ def run_part(
 # --- The whole --------------------------------------------------------------------
 
 
+#: JAX takes less of the device by default than the resident step needs.
+MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+#: The compilers of cards that are not here run on the CPU.
+_COMPILER = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+
+
 class Benchmark:
     """Runs the parts one after the other and collects their rows."""
 
-    def __init__(self, quick: bool, budget: float = BUDGET, device_only: bool = False):
-        self.quick = quick
-        self.budget = budget
-        self.device_only = device_only
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.quick = args, args.quick
         self.started = time.monotonic()
         self.rows: list[Row] = []
         self.not_run: list[Row] = []
@@ -157,10 +157,10 @@ class Benchmark:
         """Runs a part within the time left; None, and a row, if it does not end."""
         env = arguments.pop("env", None)
         label = " ".join([part, *(x for x in arguments.values() if type(x) is str)])
-        left = self.budget - (time.monotonic() - self.started)
+        left = self.args.budget - (time.monotonic() - self.started)
         try:
             if left < 5:
-                raise PartError(f"no time left: {self.budget:.0f} s for all")
+                raise PartError(f"no time left: {self.args.budget:.0f} s for all")
             return run_part(part, timeout=min(limit, left), env=env, **arguments)
         except PartError as error:
             self.say(f"{label}: could not run: {error}")
@@ -188,41 +188,14 @@ class Benchmark:
             f"{machine['load_average'][0]:.1f}",
             flush=True,
         )
-        self.say("numbers: paged against Optax on this backend")
-        self.collect(self.attempt("numbers", 150, quick=self.quick))
-        self.say("link")
-        size = (64 if self.quick else 1024) << 20
-        self.collect(
-            self.attempt("link", 90, size=size, repeats=3 if self.quick else 9)
-        )
-        self.decoders(on_gpu=machine["backend"] == "gpu")
-        sizes = (
-            {"8 x 512x512": (2, 2)}
-            if self.quick
-            else {"8 x 2048x2048": (40, 15), "0.1 B": (30, 9), "1 B": (20, 9)}
-        )
-        for size, (seconds, rounds) in sizes.items():
-            self.say(f"update, {size}: time")
-            rows = self.attempt(
-                "update", 150, size=size, seconds=seconds, rounds=rounds
-            )
-            for row in rows or []:
-                if "reason" not in row:
-                    self.peak(row, counted=machine["device_bytes"] is not None)
-            self.collect(rows)
-        self.say("layerwise: a training step")
-        size = {"hidden": 128, "layers": 2, "rounds": 2}
-        if not self.quick:
-            size = {"hidden": 1024, "layers": 8, "rounds": 9}
-        self.collect(self.attempt("layerwise", 150, **size))
-        if not self.device_only:
-            self.say("tracing, 291 leaves")
-            # Shapes alone: the accelerator is not needed, nor its self-check timed.
-            cpu = {"JAX_PLATFORMS": "cpu"}
-            self.collect(self.attempt("tracing", 90, quick=self.quick, env=cpu))
-        flags = [" --quick"] * self.quick + [" --device-only"] * self.device_only
+        on_gpu = machine["backend"] == "gpu"
+        if self.args.profile:
+            self.args.modelled |= not on_gpu
+        if not self.args.tokens and not self.args.profile:
+            self.pages()
+        self.tokens(on_gpu)
         return {
-            "program": "".join(["tests/benchmarks/run.py", *flags]),
+            "program": " ".join(["tests/benchmarks/run.py", *sys.argv[1:]]),
             **machine,
             "load_average_after": list(os.getloadavg()),
             "seconds": round(time.monotonic() - self.started, 1),
@@ -230,41 +203,46 @@ class Benchmark:
             "not_run": self.not_run,
         }
 
-    def decoders(self, on_gpu: bool) -> None:
-        """Steps of a whole decoder; without a GPU a small one shows that they run."""
-        import decoders
-
-        size = {"size": "small", "sequences": 2, "steps": 2}
-        if on_gpu and not self.quick:
-            size = {"size": "Llama 3 8B", "sequences": 8, "steps": 5}
-        elif not self.quick:
-            return
-        # The resident step needs more of the device than JAX takes by default.
-        env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-        for way in decoders.WAYS:
-            self.say(f"decoder, {size['size']}: {way}")
-            row = self.attempt("decoder", 150, way=way, env=env, **size)
-            self.collect([row] if row else None)
-
-    def peak(self, row: Row, counted: bool) -> None:
-        """Adds a contestant's peak device bytes, and where the figure comes from.
-
-        Args:
-          row: The row.
-          counted: Whether the backend's allocator counts its bytes.
-        """
-        row["peak_device_bytes"] = row["xla_total_bytes"]
-        row["peak_source"] = (
-            "XLA's buffer assignment"
-            if row["xla_tells_host_from_device"]
-            else "XLA's buffer assignment, device and host memory together"
+    def pages(self) -> None:
+        """Numbers, the link, and updates."""
+        self.say("numbers: paged against Optax on this backend")
+        self.collect(self.attempt("numbers", 150, quick=self.quick))
+        self.say("link")
+        size = (64 if self.quick else 1024) << 20
+        self.collect(
+            self.attempt("link", 90, size=size, repeats=3 if self.quick else 9)
         )
-        if counted:
-            size, name = row["size"], row["contestant"]
-            self.say(f"update, {size}: peak of {name}")
-            if found := self.attempt("peak", 60, size=size, name=name):
-                row |= found
-                row["peak_source"] = "peak_bytes_in_use of a process of its own"
+        sizes = (
+            {"8 x 512x512": (2, 2)}
+            if self.quick
+            else {"8 x 2048x2048": (40, 15), "0.1 B": (30, 9), "1 B": (20, 9)}
+        )
+        for size, (seconds, rounds) in sizes.items():
+            self.say(f"update, {size}")
+            how = {"size": size, "seconds": seconds, "rounds": rounds}
+            self.collect(self.attempt("update", 150, **how))
+
+    def tokens(self, on_gpu: bool) -> None:
+        """Steps of whole decoders."""
+        import tokens
+
+        args, part, more = self.args, "measure", {"steps": 2, "env": MEMORY}
+        large = (on_gpu or args.modelled) and not self.quick
+        models = ["Llama-3-8B", "Qwen3-4B"] if args.tokens else ["Llama-3-8B"]
+        ways, counts = list(tokens.WAYS)[: 5 if args.tokens else 7], [1]
+        if args.tokens:
+            counts = list(tokens.COUNTS) if large else [1, 3]
+        if args.profile:
+            ways, more = [tokens.RESIDENT, tokens.LAYERWISE], more | {"traced": True}
+        if args.modelled:
+            part, more = "modelled", {"card": args.card, "env": _COMPILER}
+        for model in args.models or (models if large else ["small"]):
+            for way in args.ways or ways:
+                for count in args.counts or counts:
+                    self.say(f"{part}, {model}, {count} micro-batches: {way}")
+                    how = {"model": model, "way": way, "count": count}
+                    row = self.attempt(part, 600, **how, **more)
+                    self.collect([row] if row else None)
 
 
 def path_of(result: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
@@ -272,6 +250,13 @@ def path_of(result: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
     kind = re.sub(r"[^a-z0-9]+", "-", result["device_kind"].lower()).strip("-")
     version = result["versions"]["jax"]
     return folder / f"{result['backend']}-{kind}-jax{version}.json"
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """What a file's name begins with."""
+    parts = {"profile": args.profile, "tokens": args.tokens}
+    parts |= {f"modelled-{args.card}": args.modelled}
+    return "".join(f"{name}-" for name, there in parts.items() if there)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -293,21 +278,21 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="where the JSON goes (default: results/ beside this file)",
     )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=BUDGET,
-        metavar="SECONDS",
-        help="after which no further part is started (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--device-only",
-        action="store_true",
-        help="leaves out what is measured on the CPU in any case",
-    )
+    add = parser.add_argument
+    add("--budget", type=float, metavar="SECONDS", help="no part starts later")
+    add("--tokens", action="store_true", help="whole decoders, many micro-batches")
+    add("--profile", action="store_true", help="where a step's time goes")
+    add("--modelled", action="store_true", help="by the step model, nothing is run")
+    add("--card", default="h200", help="of --modelled (default: %(default)s)")
+    add("--models", nargs="+", help="these alone, as `tokens.MODELS` names them")
+    add("--ways", nargs="+", help="these alone, as `tokens.WAYS` names them")
+    add("--counts", nargs="+", type=int, help="micro-batches of a step")
     for name in ("--part", "--arguments", "--result"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    long = args.tokens or args.profile
+    args.budget = args.budget or (LONG_BUDGET if long else BUDGET)
+    return args
 
 
 def main() -> int:
@@ -317,15 +302,20 @@ def main() -> int:
         found = work(args.part, json.loads(args.arguments))
         pathlib.Path(args.result).write_text(json.dumps(found))
         return 0
-    benchmark = Benchmark(args.quick, args.budget, args.device_only)
+    benchmark = Benchmark(args)
     result = benchmark.run()
     print(f"\n{show(result)}\n\n{result['seconds']:.0f} s", flush=True)
     folder = args.out or (None if args.quick else FOLDER / "results")
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         path = path_of(result, folder)
+        path = path.with_name(name_of(args) + path.name)
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"Wrote {path}", flush=True)
+        if args.profile and result["rows"]:
+            import shares
+
+            shares.draw(result["rows"], path.with_suffix(".png"))
     wrong = [row["name"] for row in result["rows"] if row.get("right") is False]
     if wrong:
         print(f"WRONG NUMBERS: {', '.join(wrong)}", flush=True)

@@ -29,39 +29,13 @@ def decoder(width: int, layers: int, vocabulary: int) -> Shapes:
     return shapes
 
 
-def llama_3_8b() -> Shapes:
-    """The 291 parameters of Llama 3 8B, in the layout of its checkpoint.
-
-    References:
-      `config.json` and `model.safetensors.index.json` of meta-llama/Meta-Llama-3-8B.
-    """
-    width, inner, keys, vocabulary = 4096, 14336, 1024, 128256
-    shapes: Shapes = {
-        "embedding": (vocabulary, width),
-        "norm": (width,),
-        "head": (vocabulary, width),
-    }
-    for i in range(32):
-        shapes |= {
-            f"{i} q": (width, width),
-            f"{i} k": (keys, width),
-            f"{i} v": (keys, width),
-            f"{i} o": (width, width),
-            f"{i} gate": (inner, width),
-            f"{i} up": (inner, width),
-            f"{i} down": (width, inner),
-            f"{i} attention norm": (width,),
-            f"{i} mlp norm": (width,),
-        }
-    return shapes
-
-
 #: What the update is measured on.
 SIZES: dict[str, Shapes] = {
     "8 x 2048x2048": squares(8, 2048),
     "0.1 B": decoder(width=768, layers=12, vocabulary=20480),
     "1 B": decoder(width=2048, layers=18, vocabulary=50304),
-    "8 x 512x512": squares(8, 512),  # --quick
+    # 1, 4, 16 and 64 MiB a leaf; the first is --quick's.
+    **{f"8 x {n}x{n}": squares(8, n) for n in (512, 1024, 4096)},
 }
 
 

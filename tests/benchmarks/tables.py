@@ -1,6 +1,12 @@
-"""The benchmarks' rows as tables, for people."""
+"""The benchmarks' rows as tables, for people.
 
-from collections.abc import Callable
+python tests/benchmarks/tables.py FILE...    # the guide's table of tokens a second
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -73,49 +79,72 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
                 f"{rate:.1f}" if (rate := r["link_gigabytes_per_second"]) else "-"
             ),
             "scratch MiB": lambda r: _mib(r["xla_scratch_bytes"]),
-            "peak MiB": lambda r: _mib(r["peak_device_bytes"]),
         },
     ),
-    "layerwise": (
-        "A training step with one layer's gradients alive (ratio: to jax.grad)",
+    "tokens": (
+        "Training steps of decoders (low and high: the step model's overheads)",
         {
             "step": lambda r: r["name"],
-            "layers": lambda r: str(r["layers"]),
-            "parameters": lambda r: f"{r['parameters'] / 1e6:.1f} M",
+            "tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}",
+            "TFLOP/s": lambda r: f"{r['teraflops']:.1f}",
+            "MFU": lambda r: "-" if r["mfu"] is None else f"{r['mfu']:.0%}",
             "ms": lambda r: _milliseconds(r["seconds"]),
-            "ratio": lambda r: f"{r['ratio']:.2f}",
-            "range": lambda r: _range(r["ratio_range"], ".2f"),
-            "rounds": lambda r: str(r["rounds"]),
-        },
-    ),
-    "decoder": (
-        "A training step of a decoder (predicted: by the step model, at data sheets')",
-        {
-            "step": lambda r: r["name"],
-            "parameters": lambda r: f"{r['parameters'] / 1e6:,.1f} M",
-            "tokens": lambda r: str(r["tokens"]),
-            "ms": lambda r: _milliseconds(r["seconds"]),
-            "range": lambda r: _range([1e3 * x for x in r["seconds_range"]], ".1f"),
+            "range": lambda r: _range([1e3 * x for x in r["seconds_range"]], ",.1f"),
             "predicted": lambda r: _range(
-                [1e3 * x for x in r.get("predicted_range", ())], ".1f"
+                [1e3 * x for x in r.get("predicted", {}).get("seconds_range", ())],
+                ",.1f",
             ),
-            "XLA's peak MiB": lambda r: _mib(r["xla_device_bytes"]),
-            "peak MiB": lambda r: _mib(r["peak_device_bytes"]),
-            "last loss": lambda r: f"{r['losses'][-1]:.5f}",
-        },
-    ),
-    "tracing": (
-        "Tracing, caches cleared before each",
-        {
-            "update": lambda r: r["name"],
-            "ms": lambda r: _milliseconds(r["seconds"]),
-            "ratio": lambda r: f"{r['ratio']:.2f}",
-            "range": lambda r: _range(r["ratio_range"], ".2f"),
-            "repeats": lambda r: str(r["repeats"]),
-            "target": _verdict,
+            "device MiB": lambda r: _mib(r["device_bytes"]),
+            "source": lambda r: r["source"],
         },
     ),
 }
+
+
+def shares(rows: list[Row], table: Callable[..., str]) -> str:
+    """Each part of a step, in hundredths of all parts."""
+    names = list(rows[0]["shares"])
+    cells = [
+        [name]
+        + [f"{row['shares'][name] / sum(row['shares'].values()):.1%}" for row in rows]
+        for name in names
+    ]
+    title = lambda row: row["name"].partition(": ")[2]
+    return table(("part", *map(title, rows)), cells)
+
+
+def speeds(rows: list[Row]) -> str:
+    """The guide's table of tokens a second, of what was measured and of the model."""
+    steps = [row for row in rows if row["section"] in ("tokens", "decoder")]
+    modelled = next(row for row in steps if row["section"] == "tokens")
+    each = modelled["teraflops"] / modelled["tokens_per_second"]
+    peak = {row["card"]: row["teraflops"] / row["mfu"] for row in steps if "mfu" in row}
+    head = "card", "way", "micro-batches", "tokens/s", "MFU", "device, GiB", ""
+    cells = []
+    for row in steps:
+        card = row.get("card") or row["predicted_for"]
+        rate = row["tokens"] / row["seconds"]
+        used = each * rate / peak[card]
+        size = row.get("peak_device_bytes") or row["device_bytes"]
+        measured = row["section"] == "decoder" or row["source"] == "measured"
+        cells.append(
+            (
+                card.upper().replace("RTX", "RTX "),
+                row.get("way") or row["name"].partition(": ")[2],
+                str(row.get("micro_batches", 1)),
+                f"{rate:,.0f}",
+                f"{used:.0%}",
+                f"{size / 2**30:.1f}",
+                "**measured**" if measured else "model",
+            )
+        )
+    return markdown(head, sorted(cells, key=lambda x: x[0]))
+
+
+def markdown(head: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    """A guide's table."""
+    lines = (head, ["---"] * len(head), *cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def show(result: dict[str, Any]) -> str:
@@ -128,9 +157,8 @@ def show(result: dict[str, Any]) -> str:
         if rows:
             cells = [[cell(row) for cell in columns.values()] for row in rows]
             parts.append(f"{heading}\n\n{table(tuple(columns), cells)}")
-        if section == "update":
-            sources = sorted({row["peak_source"] for row in rows})
-            parts += [f"Peak: {source}." for source in sources]
+        if profiles := [row for row in rows if "shares" in row]:
+            parts.append(f"Shares of a step's time\n\n{shares(profiles, table)}")
     if result["not_run"]:
         lines = [
             f"- {row['section']}, {row['name']}: {row['reason']}"
@@ -138,3 +166,21 @@ def show(result: dict[str, Any]) -> str:
         ]
         parts.append("Could not run\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Prints the guide's table of the rows in files."""
+    read = (json.loads(pathlib.Path(name).read_text()) for name in sys.argv[1:])
+    rows = [row for found in read for row in found["rows"]]
+    print(speeds(rows))
+    print()
+    print(shares(profiled(rows), markdown))
+
+
+def profiled(rows: list[Row]) -> list[Row]:
+    """The guide's steps whose shares are known: of an H200."""
+    return [x for x in rows if x.get("card") == "h200" and "shares" in x]
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ import dataclasses
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from helpers.machine import shortage
 from paged_optax.cli import machine
 
 SECTION = "update"
-RESIDENT = "optax.adamw, resident"
+RESIDENT, DEFAULT = "optax.adamw, resident", "paged, default"
+MEBIBYTE = "paged, pages of 1 MiB"
 LEARNING_RATE, DECAY = 1e-3, 0.1
 
 # The most that the ratio to optax.adamw should be on CPU, 8 leaves of 2048x2048, by the
@@ -47,9 +49,11 @@ def contestants(size: str) -> dict[str, Contestant]:
     found = {
         RESIDENT: Contestant(adamw),
         "whole-tree offload": Contestant(whole_tree_offload(adamw)),
-        "paged, default": Contestant(paged(), _TARGET_OF_DEFAULT if judged else None),
+        DEFAULT: Contestant(paged(), _TARGET_OF_DEFAULT if judged else None),
     }
     if size.startswith("8 x"):
+        # The default before pages grew with their leaves.
+        found[MEBIBYTE] = Contestant(paged(page_size="1MiB"))
         width = int(size.rpartition("x")[2])
         for pages, target in _TARGETS.items():
             # A GPU's pages may be smaller, see `po.plan`.
@@ -171,19 +175,23 @@ def _arguments_shortage(shapes: Shapes) -> str | None:
     return shortage(2 * values, 2 * values)
 
 
-def measure(size: str, seconds: float, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    size: str, seconds: float, rounds: int, names: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """Times every contestant that fits.
 
     Args:
       size: A key of `SIZES`.
       seconds: Start no further round after this time, once there are three.
       rounds: Most rounds.
+      names: These contestants alone.
 
     Returns:
       A row a contestant: seconds, ratio, link rate, XLA's memory; or a reason.
     """
     shapes = SIZES[size]
     field = contestants(size)
+    field = {name: field[name] for name in names or field}
     row = lambda name, **figures: {
         "section": SECTION,
         "name": f"{size}: {name}",
@@ -299,34 +307,6 @@ def _move(state: Any, like: Any) -> Any:
         return moved
 
     return jax.tree.map(move, state, like)
-
-
-def peak(size: str, name: str) -> dict[str, Any]:
-    """The device's most bytes in use, in a process that runs nothing else.
-
-    Returns:
-      The allocator's figure after two updates, and before the first: parameters,
-      gradients, moments that stay, and what `init` took.
-    """
-    tx = contestants(size)[name].tx
-    shapes = SIZES[size]
-    update = Update.of(tx, shapes)
-    params = fill(shapes, 0.02)
-    # Before the gradients exist, so that init's own needs hide no update's.
-    state = _move(tx.init(params), update.state)
-    gradients = jax.block_until_ready(fill(shapes, 1e-3))
-    before = _most_bytes_in_use()
-    for _ in range(2):
-        gradients, state = update.compiled(gradients, state, params)
-    jax.block_until_ready((gradients, state))
-    return {
-        "peak_device_bytes": _most_bytes_in_use(),
-        "peak_device_bytes_before": before,
-    }
-
-
-def _most_bytes_in_use() -> int:
-    return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
 
 
 def _quartiles(values: list[float]) -> list[float] | None:

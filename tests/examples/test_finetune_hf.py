@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers import hf_command, hf_folders
+from helpers import aot, hf_command, hf_folders
 from helpers.hf_command import command, run, weights_of
 from helpers.hf_folders import TEXT
 
@@ -46,6 +46,20 @@ def test_losses_are_those_of_transformers(example, folders, family):
     loss, rows = jax.jit(decoder), hf_folders.rows(example.text)
     found = [float(x / n) for x, n in (loss(params, row) for row in rows)]
     np.testing.assert_allclose(found, RECORDED["losses"][family], rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_attention_by_cudnn(example, folders, family):
+    """On a GPU that has it, with the mask of a row's documents, in every layer."""
+    decoder = example.model.Decoder.of(
+        example.folder.Folder.open(folders(family)), jax.numpy.bfloat16
+    )
+    row = hf_folders.rows(example.text)[0]
+    with aot.with_cudnn():
+        traced = jax.jit(decoder).trace(decoder.shapes, row)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = text.count("@__cudnn$fmhaScaleBiasSoftmax(")
+    assert calls == decoder.config["num_hidden_layers"]
 
 
 @pytest.mark.slow

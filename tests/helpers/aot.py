@@ -15,13 +15,16 @@ import dataclasses
 import math
 import pathlib
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from jax._src import compiler
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -154,6 +157,19 @@ def _nothing_kept() -> Iterator[None]:
     finally:
         jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def with_cudnn() -> Iterator[None]:
+    """The examples' attention is cuDNN's, which is not here, as on an H200."""
+    found = map(sys.modules.get, ("attention", "examples.attention"))
+    chosen = {"has_cudnn": lambda *_: True}
+    with contextlib.ExitStack() as stack:
+        for module in filter(None, found):
+            stack.enter_context(mock.patch.multiple(module, **chosen))
+        version = {"check_cudnn_version": lambda: 91_400}
+        stack.enter_context(mock.patch.multiple(fused_attention_stablehlo, **version))
+        yield
 
 
 def traffic(hlo: str, trips: Sequence[int] = ()) -> int:

@@ -100,13 +100,20 @@ def updating(tx, params):
     return build
 
 
-def ordinary_step(loss, tx):
-    """The step that Optax's users write: all gradients are there at once."""
+def ordinary_step(loss, tx, differentiated=None):
+    """The step that Optax's users write: all gradients are there at once.
+
+    `differentiated(loss, params, batch)` is used for `jax.value_and_grad` if given.
+    """
 
     def step(params, state, batch):
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
+        if differentiated is None:
+            value, gradients = jax.value_and_grad(loss)(params, batch)
+        else:
+            value, gradients = differentiated(loss, params, batch)
+        with jax.named_scope("optimizer"):
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, value
 
     return step
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import paged_optax as po
+from examples.attention import attention as attend
 from helpers import aot
 from helpers.programs import layerwise, placed
 
@@ -26,6 +27,7 @@ class Config:
       tied: Whether the output matrix is the embedding.
       normed: Whether queries and keys are normalised, as Qwen 3 does.
       fused: Whether the head is `po.linear_cross_entropy`.
+      flash: Whether attention is the examples', which holds no scores on a GPU.
       remat: Whether each layer is a `jax.checkpoint`.
       blocks: Of how many blocks of queries the scores are computed one after the other,
         and again in the backward pass.
@@ -42,6 +44,7 @@ class Config:
     tied: bool = True
     normed: bool = True
     fused: bool = False
+    flash: bool = False
     remat: bool = False
     blocks: int = 1
     dtype: type = jnp.bfloat16
@@ -94,6 +97,7 @@ class Config:
         return rest | {"layers": layers}
 
 
+@jax.named_scope("norm")
 def rms(x, scale):
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
@@ -108,6 +112,7 @@ def rotary(tokens, head):
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.named_scope("attention")
 def rotated(x, cos, sin):
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -124,6 +129,8 @@ def attention(config, weights, norms, x, cos, sin, mask):
     if config.normed:
         q, k = rms(q, norms["q"]), rms(k, norms["k"])
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    if config.flash:
+        return attend(q, k, v).reshape(batch, length, -1) @ weights["o"]
     q = q.reshape(
         batch,
         config.blocks,
@@ -160,6 +167,7 @@ def before(config, rest, batch):
     return rest["embed"][tokens], (*rotary(tokens, config.head), mask)
 
 
+@jax.named_scope("head")
 def after(config, rest, x, batch):
     x = rms(x, rest["norm"])
     if config.fused:

@@ -53,12 +53,15 @@ def both(
     functions=(start, layer, finish),
     batch=BATCH,
     host_dtype=None,
+    device_dtype=None,
     offloaded=False,
     **how,
 ):
     """One layerwise step, and one of `jax.grad` and the same transformation."""
     step = jax.jit(po.layerwise_step(po.LayerwiseModel(*functions), tx, **how))
-    workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
+    workspace = po.GradientWorkspace.allocate(
+        params["layers"], host_dtype=host_dtype, device_dtype=device_dtype
+    )
     layers = po.offload(params["layers"], 0) if offloaded else params["layers"]
     given = params | {"layers": layers} if offloaded else params
     found = step(given, tx.init(params), workspace, batch)

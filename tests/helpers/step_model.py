@@ -7,7 +7,8 @@ one after the other. So what is computed between the start of a transfer and its
 hides it.
 
 A kernel takes twice its results' bytes at the memory's rate, or, where it changes a
-part of an array in place, twice that part's; one with products takes their time.
+part of an array in place, twice that part's; one with products takes their time, as
+does cuDNN's attention.
 
 `cost` gives the time of an ideal runtime, which adds nothing to that. `between` gives a
 range for XLA:GPU's: it adds stated overheads, low and high, and runs transfers on the
@@ -20,7 +21,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from helpers import aot, streams
 from helpers.hlo import (
@@ -171,6 +172,25 @@ def cost(
     run = _Run(machine, layers, program, overheads, streams.dealt(program, in_turn))
     run.cost.seconds = run.computation(program.entry, 0.0)
     return run.cost
+
+
+def kernels(hlo: str, machine: Machine) -> Iterator[tuple[Instruction, float, int]]:
+    """Each kernel of a program of XLA:GPU, its seconds without overheads, its runs."""
+    program = Computations(hlo)
+    run = _Run(machine, 1, program, Overheads(), {})
+
+    def inside(name: str, times: int) -> Iterator[tuple[Instruction, float, int]]:
+        for instruction in program.instructions[name]:
+            if instruction.operation == "while":
+                loop = program.loop(instruction)
+                yield from inside(loop.body, times * loop.turns)
+            elif called := program.branches(instruction):
+                for branch in called:
+                    yield from inside(branch, times)
+            elif program.executor(instruction) is Executor.KERNEL:
+                yield instruction, run.roofline(instruction), times
+
+    return inside(program.entry, 1)
 
 
 def between(hlo: str, machine: Machine, layers: int = 1) -> tuple[float, float]:
@@ -325,13 +345,13 @@ class _Run:
     def kernel(self, instruction: Instruction, now: float) -> float:
         """The time at which a kernel that begins now has ended."""
         if instruction.name not in self.kernels:
-            least = max(self._kernel(instruction), self.overheads.kernel)
+            least = max(self.roofline(instruction), self.overheads.kernel)
             self.kernels[instruction.name] = least + self.overheads.gap
         seconds = self.kernels[instruction.name]
         self.cost.compute += seconds
         return now + seconds
 
-    def _kernel(self, instruction: Instruction) -> float:
+    def roofline(self, instruction: Instruction) -> float:
         """Seconds that the machine's rates allow for."""
         timed = ("fusion", "copy", "reduce", "custom-call", "dot", "convolution")
         if instruction.operation not in timed:
@@ -353,6 +373,8 @@ class _Run:
         if instruction.operation not in operations or not instruction.operands:
             return 0
         result = _shape(instruction.types)
+        if "__cudnn$fmha" in instruction.line:
+            return _flash(instruction, self.program.types)
         if instruction.operation == "convolution":
             return 2 * math.prod(result) * self._summed(instruction, result)
         left = _shape(self.program.types.get(instruction.operands[0], ""))
@@ -375,6 +397,16 @@ class _Run:
         return math.prod(
             n for axis, n in axes.items() if axis != "o" and made.get(axis, 1) == 1
         )
+
+
+def _flash(instruction: Instruction, types: Mapping[str, str]) -> int:
+    """Operations of cuDNN's attention: two products forward, five backward."""
+    scores = re.search(r'"dimensions": ?\[([^]]*)\]', instruction.line)
+    assert scores is not None
+    size = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+    products = 5 if "Backward" in instruction.line else 2
+    head = _shape(types[instruction.operands[0]])[-1]
+    return 2 * products * size * head // (2 if "CAUSAL" in instruction.line else 1)
 
 
 def _shape(types: str) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ def trained(tx, params, batches, functions=layered, **how):
         tx,
         max_norm=MOST,
         accumulate=how.pop("accumulate", False),
+        recompute=how.pop("recompute", True),
     )
     workspace = workspace_of(params, how.pop("dtype", "float32"))
     if how.pop("offloaded", False):
@@ -79,15 +80,16 @@ def by_optax(tx, params, batches, accumulate=False):
     ids=["one batch", "micro-batches"],
 )
 @pytest.mark.parametrize(
-    ("platforms", "offloaded"),
+    ("platforms", "how"),
     [
-        ((), False),
-        pytest.param(("cpu",), False, marks=_AHEAD),
-        pytest.param(("cpu",), True, marks=(_AHEAD, pytest.mark.slow)),
+        ((), {}),
+        pytest.param(("cpu",), {}, marks=_AHEAD),
+        pytest.param(("cpu",), {"offloaded": True}, marks=(_AHEAD, pytest.mark.slow)),
+        pytest.param(("cpu",), {"recompute": False}, marks=_AHEAD),
     ],
-    ids=["in turn", "ahead", "ahead, offloaded"],
+    ids=["in turn", "ahead", "ahead, offloaded", "ahead, saved"],
 )
-def test_numbers_are_optaxs(monkeypatch, platforms, offloaded, accumulate):
+def test_numbers_are_optaxs(monkeypatch, platforms, how, accumulate):
     """In float64, every step's loss and norm, and all parameters and moments."""
     monkeypatch.setattr(step_module, "_OVERLAPPED", platforms)
     shape = (2, 4, 8) if accumulate else (4, 8)
@@ -95,7 +97,7 @@ def test_numbers_are_optaxs(monkeypatch, platforms, offloaded, accumulate):
     with jax.enable_x64(True):
         params = layered.parameters(3, dtype=jnp.float64)
         tx = po.paged_adamw(RATE, **SETTINGS)
-        how = {"dtype": jnp.float64, "offloaded": offloaded, "accumulate": accumulate}
+        how = {"dtype": jnp.float64, "accumulate": accumulate} | how
         found = trained(tx, params, batches, **how)
         params = layered.parameters(3, dtype=jnp.float64)
         wanted = by_optax(tx, params, batches, accumulate)

@@ -157,6 +157,22 @@ def test_what_stays_is_not_told_of():
         jax.eval_shape(step, *copy.deepcopy(given), layered.batch(1))
 
 
+def test_gradients_of_all_layers_on_the_device():
+    """Nothing is told of them, and a restore leaves them there."""
+    params, tx = layered.parameters(2), po.paged_adamw(1e-3, on_moved="raise", **SMALL)
+    workspace = po.GradientWorkspace.allocate(params["layers"], device_dtype="float32")
+    assert set(jax.tree.leaves(kinds(workspace))) == {jax.memory.Space.Device}
+    target = po.abstract_state(workspace, params)
+    assert jax.tree.structure(target) == jax.tree.structure(workspace)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(target)} == {"device"}
+    given = params, tx.init(params), workspace, layered.batch()
+    jax.eval_shape(layerwise(tx, max_norm=0.05), *given)
+    with pytest.raises(ValueError, match="host_dtype and device_dtype"):
+        po.GradientWorkspace.allocate(
+            params["layers"], device_dtype="float32", host_dtype="float32"
+        )
+
+
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "host"])
 @pytest.mark.parametrize("shapes", [True, False], ids=["of shapes", "of arrays"])
 def test_a_restore_into_its_place(tmp_path, shapes, deferred):

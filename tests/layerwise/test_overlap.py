@@ -120,8 +120,13 @@ def heavy(params):
 @_AHEAD
 @pytest.mark.parametrize(
     ("layers", "how"),
-    [(2, {}), (3, {"offloaded": True}), (2, {"accumulate": True})],
-    ids=["moments", "weights", "micro-batches"],
+    [
+        (2, {}),
+        (3, {"offloaded": True}),
+        (2, {"accumulate": True}),
+        (3, {"accumulate": True, "recompute": False}),
+    ],
+    ids=["moments", "weights", "micro-batches", "saved"],
 )
 def test_numbers_are_optaxs(monkeypatch, layers, how):
     """In float64, where rounding is far below what a wrong layer's moments would do.

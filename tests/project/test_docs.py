@@ -331,6 +331,24 @@ def test_what_was_measured():
     assert f"2048x2048 take {milliseconds}: 2.0" in page
 
 
+def test_tokens_a_second(monkeypatch):
+    """The page has the tables that `tests/benchmarks/tables.py` makes of its files."""
+    benchmarks = ROOT / "tests" / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    tables = importlib.import_module("tables")
+    files = "tokens-modelled-jax0.12.0.1.json", "gpu-nvidia-h200-jax0.11.2.json"
+    read = [json.loads((benchmarks / "results" / x).read_text()) for x in files]
+    rows = [row for found in read for row in found["rows"]]
+    page = (GUIDES / "what_fits.md").read_text()
+    assert tables.speeds(rows) in page
+    assert tables.shares(tables.profiled(rows), tables.markdown) in page
+    ways = {(r["way"], r["micro_batches"]): r for r in read[0]["rows"] if r["card"]}
+    rate = lambda way: ways[way, 128]["tokens_per_second"]
+    for more in ("", ", products saved"):
+        layerwise, resident = "layerwise, 8 bits", "jax.grad, 8 bits, resident"
+        assert rate(layerwise + more) >= 0.97 * rate(resident + more)
+
+
 def test_what_was_measured_of_graphs():
     page = (GUIDES / "what_fits.md").read_text()
     results = ROOT / "tests" / "benchmarks" / "results"

@@ -17,7 +17,11 @@ import paged_optax as po
 from paged_optax.cli import machine, self_test
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-NAMES = ["graphs", "half budget", "link", "large leaves", "activations"]
+NAMES = ["graphs", "half budget", "large leaves", "activations", "link"]
+#: What measures, and fails where it breaks, or where numbers differ.
+MEASURED = ["tokens", "tokens, resident", "profile", "pages", "ends"]
+MEASURED += ["remainders", "O1"]
+ALL = ["numbers", *NAMES, *MEASURED]
 
 
 @pytest.fixture
@@ -36,6 +40,32 @@ def test_check(name, program):
     found = program.CHECKS[name](True)
     wanted = {"link": program.NOT_RUN}  # a CPU has none
     assert found["outcome"] == wanted.get(name, program.PASSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_is_measured(name, program, monkeypatch):
+    """All train a small decoder to the same; what is not built says so."""
+    slices = importlib.import_module("paged_optax.layerwise.slices")
+    monkeypatch.setattr(slices, "GPU_FETCHES_AHEAD", slices.GPU_FETCHES_AHEAD)
+    try:
+        found = program.CHECKS[name](True)
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")
+    if name == "remainders" and found["outcome"] == program.NOT_RUN:
+        assert "not built" in found["reason"]
+        return
+    assert found["outcome"] == program.PASSED
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    if name == "profile":
+        for row in found["rows"]:
+            assert row["shares"]["products"] > 0 and row["shares"]["head and loss"] > 0
+
+
+def test_other_losses_fail(program):
+    rows = [{"losses": [2.0, 1.0]}, {"losses": [2.0, 1.001]}]
+    assert program._alike(rows)["outcome"] == program.FAILED
+    assert program._alike(rows[:1] * 2)["outcome"] == program.PASSED
 
 
 def break_graphs(monkeypatch):
@@ -144,23 +174,18 @@ def test_steps_with_graphs_and_without(graphs):
 
 @pytest.fixture
 def without_work(program, monkeypatch):
-    """Parts that do nothing, and what was run of the benchmark; the graphs crash."""
+    """Parts that do nothing; the graphs crash."""
     described = {"backend": "gpu", "device_kind": "A Card", "versions": {"jax": "1.2"}}
     asked = []
 
-    def run_part(part, timeout, name="", small=False):
+    def run_part(part, timeout, name="", small=False, env=None):
         asked.append((part, name, small))
         assert timeout > 0
         if name == "graphs":
             raise program.PartError("killed by signal 11")
         return described if part == "machine" else {"outcome": program.PASSED}
 
-    def run(command):
-        asked.append(command[2:])
-        return subprocess.CompletedProcess(command, 0)
-
     monkeypatch.setattr(program, "run_part", run_part)
-    monkeypatch.setattr(program.subprocess, "run", run)
     return asked
 
 
@@ -173,15 +198,18 @@ def test_a_failure_stops_nothing(program, without_work, monkeypatch, tmp_path, c
     written = json.loads(path.read_text())
     assert written["sizes"] == "full"
     outcomes = {name: found["outcome"] for name, found in written["checks"].items()}
-    assert outcomes == {name: "passed" for name in [*NAMES, "benchmark"]} | {
-        "graphs": "FAILED"
-    }
+    assert outcomes == {name: "passed" for name in ALL} | {"graphs": "FAILED"}
     assert "graphs: FAILED: killed by signal 11" in capsys.readouterr().out
-    machine, *parts, (flag, seconds, *flags) = without_work
+    machine, *parts = without_work
     assert machine == ("machine", "", False)
-    assert parts == [("first minutes", name, False) for name in NAMES]
-    assert flag == "--budget" and 500 < float(seconds) < program.BUDGET
-    assert flags == ["--device-only", "--out", str(tmp_path)]
+    assert parts == [("first minutes", name, False) for name in ALL]
+
+
+def test_no_time_is_left(program, without_work, monkeypatch):
+    """What comes too late is not run, and has not failed."""
+    monkeypatch.setattr(program, "BUDGET", 4)
+    found = program.run(False, None)["checks"]
+    assert {x["outcome"] for x in found.values()} == {program.NOT_RUN}
 
 
 def test_all_is_well(program, without_work, monkeypatch, tmp_path):
@@ -195,7 +223,7 @@ def test_as_a_command(tmp_path):
     """On a CPU, with small sizes, which the file says."""
     program = str(BENCHMARKS / "first_minutes.py")
     done = subprocess.run(
-        [sys.executable, program, "--without-benchmark", "--out", str(tmp_path)],
+        [sys.executable, program, "--out", str(tmp_path)],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
@@ -206,5 +234,7 @@ def test_as_a_command(tmp_path):
     result = json.loads(path.read_text())
     assert result["sizes"] == "small: there is no GPU"
     outcomes = {name: found["outcome"] for name, found in result["checks"].items()}
-    assert outcomes == dict.fromkeys(NAMES, "passed") | {"link": "not run"}
+    late = {"link": "not run", "remainders": outcomes["remainders"]}
+    assert outcomes == dict.fromkeys(ALL, "passed") | late
+    assert "Shares of a step" in done.stdout
     assert result["checks"]["graphs"]["differing"] == 0
