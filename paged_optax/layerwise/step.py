@@ -299,7 +299,9 @@ class LayerwiseStep:
         model = on_explicit_axes(model, partition, batch, accumulate)
         if self._saves:
             one = jax.tree.map(lambda x: x[0], batch) if accumulate else batch
-            weights = Weights(partition.layers, frozen and frozen.layers)
+            layers, fixed = partition.layers, frozen and frozen.layers
+            undivided = [[None] * len(jax.tree.leaves(x)) for x in (layers, fixed)]
+            weights = Weights(layers, fixed, *undivided)
             follows = learned(model, weights, partition.rest, one)
             model = dataclasses.replace(model, saves=follows)
         run = lambda schedule: kind(
