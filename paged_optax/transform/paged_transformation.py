@@ -47,6 +47,7 @@ _PAIRS = (
     "XLA:TPU makes two arrays of one of 64-bit or complex values, and pages neither:"
     " use real parameters of 32 bits or fewer"
 )
+_BYTES = "a TPU slices no bytes in host memory: use master_remainders=True, in 16 bits"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -203,6 +204,8 @@ class PagedTransformation:
         moment = MomentFormat(leaf.aval.dtype.itemsize, leaf.codec)
         if platform == "tpu" and moment.codec is None and moment.itemsize > 4:
             return _PAIRS
+        if platform == "tpu" and leaf.aval.dtype == jnp.int8:
+            return _BYTES
         return cut(leaf.local, (moment,), self.page_size).on(platform).refused
 
     def analyse(

@@ -132,6 +132,19 @@ def test_bytes():
     assert "int8" in str(plan)
 
 
+def test_a_tpu_keeps_them_on_the_device(monkeypatch):
+    """It slices no bytes in host memory; the moments are paged as without them."""
+    monkeypatch.setattr("paged_optax.backend.memory.platform", lambda: "tpu")
+    params = bfloat16(square(1))
+    plan = po.plan(po.paged_adamw_8bit(1e-3, **_INT8), params)
+    (kept,) = (x for x in plan.moments if x.dtype == "int8")
+    assert "master_remainders=True" in kept.refused
+    assert not kept.on_host
+    assert (
+        plan.scratch_bytes == po.plan(po.paged_adamw_8bit(1e-3), params).scratch_bytes
+    )
+
+
 def test_small_rates():
     """A constant rate is known, and a schedule's is not."""
     with pytest.warns(UserWarning, match="learning_rate=1e-07 with master_remainders"):
