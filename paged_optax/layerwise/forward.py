@@ -236,7 +236,8 @@ class ModelFunctions:
         output, kept, residuals = shapes
         refuse_other_input(x, output)
         on_host = self.activations_on_host
-        activations = Activations.before(x, kept, residuals, weights.length, on_host)
+        length = weights.length
+        activations = Activations.before(x, kept, residuals, length, on_host)
         return ForwardStart(activations, context, run, saved)
 
     def forward(self, weights: Weights, start: ForwardStart) -> Forward:

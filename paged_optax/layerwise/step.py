@@ -122,7 +122,8 @@ def layerwise_step(
         axis of its leaves. The step uses the mean of their losses, or with a
         `WeightedLoss` their totals divided by their weights. The inputs of all
         micro-batches are kept, and each layer's gradients add up in the workspace. With
-        a workspace's `host_dtype` they add up on the host, one micro-batch at a time.
+        a workspace's `host_dtype` or `device_dtype` the gradients of all layers add up,
+        one micro-batch at a time.
       activations_on_host: If true, the layers' inputs are in host memory.
       recompute: If false, the forward pass saves a layer's residuals beside its input,
         and the backward pass does not compute the layer again. They are all

@@ -20,6 +20,7 @@ from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
 from helpers.machine import shortage
+from helpers.programs import whole_tree
 from paged_optax.cli import machine
 
 SECTION = "update"
@@ -48,7 +49,7 @@ def contestants(size: str) -> dict[str, Contestant]:
     judged = size == "8 x 2048x2048"
     found = {
         RESIDENT: Contestant(adamw),
-        "whole-tree offload": Contestant(whole_tree_offload(adamw)),
+        "whole-tree offload": Contestant(whole_tree(adamw)),
         DEFAULT: Contestant(paged(), _TARGET_OF_DEFAULT if judged else None),
     }
     if size.startswith("8 x"):
@@ -62,22 +63,6 @@ def contestants(size: str) -> dict[str, Contestant]:
                 target if judged else None,
             )
     return found
-
-
-def whole_tree_offload(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    """Offloading as it is usually written: everything in, update, everything out."""
-
-    def init(params: Any) -> Any:
-        return jax.device_put(inner.init(params), jax.memory.Space.Host)
-
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        state = jax.device_put(state, jax.memory.Space.Device)
-        updates, state = inner.update(gradients, state, params)
-        return updates, jax.device_put(state, jax.memory.Space.Host)
-
-    return optax.GradientTransformation(init, update)
 
 
 def abstract_arguments(

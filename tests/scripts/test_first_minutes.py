@@ -205,10 +205,10 @@ def test_a_failure_stops_nothing(program, without_work, monkeypatch, tmp_path, c
     assert parts == [("first minutes", name, False) for name in ALL]
 
 
-def test_no_time_is_left(program, without_work, monkeypatch):
+def test_no_time_is_left(program, without_work, monkeypatch, tmp_path):
     """What comes too late is not run, and has not failed."""
     monkeypatch.setattr(program, "BUDGET", 4)
-    found = program.run(False, None)["checks"]
+    found = program.run(False, tmp_path)["checks"]
     assert {x["outcome"] for x in found.values()} == {program.NOT_RUN}
 
 
