@@ -175,7 +175,7 @@ def paged(
         inner = counted(inner)
     transformation = PagedTransformation(
         inner,
-        parse_bytes("page_size", page_size),
+        parse_bytes("page_size", page_size, 1),
         device_budget,
         parse_bytes("min_paged_size", min_paged_size),
         host_memory_kind,
