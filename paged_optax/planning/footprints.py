@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.planning.activations import ActivationBytes, Workload
+from paged_optax.planning.cards import UNIFIED_MEMORY
 
 #: First word of the ways that compute one layer's gradients at a time.
 LAYERWISE = "layerwise"
@@ -72,6 +73,7 @@ class Footprints:
       inner: The transformation, as code.
       arguments: Further arguments of `paged`, as code.
       gpu: True for a GPU, whose host memory XLA's pool pins; False for a TPU.
+      unified_memory: True if device and host are one memory.
     """
 
     rows: tuple[Footprint, ...]
@@ -84,6 +86,7 @@ class Footprints:
     inner: str = "inner"
     arguments: str = ""
     gpu: bool = True
+    unified_memory: bool = False
 
     def __getitem__(self, index: int) -> Footprint:
         return self.rows[index]
@@ -99,10 +102,16 @@ class Footprints:
         """Bytes of the device that JAX allocates."""
         return int(self.device_memory * self.share)
 
+    def left(self, row: Footprint) -> int:
+        """Bytes that a way leaves of the device, and of a memory shared with it."""
+        left = self.available - row.device
+        both = self.device_memory - row.device - row.host
+        return min(left, both) if self.unified_memory else left
+
     @property
     def fitting(self) -> tuple[Footprint, ...]:
-        """The ways that take less than `available`."""
-        return tuple(row for row in self.rows if row.device < self.available)
+        """The ways that leave some memory."""
+        return tuple(row for row in self.rows if self.left(row) > 0)
 
     @property
     def choice(self) -> Footprint | None:
@@ -113,7 +122,7 @@ class Footprints:
 
         def rank(row: Footprint) -> tuple[float, ...]:
             best, worst = row.seconds or (0.0, row.link_seconds)
-            return worst, best, row.device
+            return worst, best, -self.left(row)
 
         return min(self.fitting, key=rank, default=None)
 
@@ -128,8 +137,8 @@ class Footprints:
                 row.way,
                 *map(number, (row.device, row.host)),
                 f"{row.link_seconds:.2g}",
-                "yes" if row.device < self.available else "no",
-                number(self.available - row.device),
+                "yes" if self.left(row) > 0 else "no",
+                number(self.left(row)),
             )
             for row in self
         ]
@@ -165,6 +174,7 @@ class Footprints:
             " moments and updates. Link: seconds a step at"
             f" {self.link_gigabytes_per_second:g} GB/s each way.",
             *self.remarks,
+            *([UNIFIED_MEMORY] if self.unified_memory else ()),
             *(self._pool_notes() if self.gpu else ()),
         ]
         return "\n".join(map(wrap_text, notes))
@@ -175,8 +185,8 @@ class Footprints:
             return ""
         chosen = self.choice
         if chosen is None:
-            least = min(self.rows, key=lambda row: row.device)
-            missing = readable_bytes(least.device - self.available)
+            least = max(self.rows, key=self.left)
+            missing = readable_bytes(-self.left(least))
             return wrap_text(
                 f"Nothing fits: {least.way} takes the least, and {missing} too much."
                 " Fewer or shorter sequences take less, as micro-batches too."
@@ -227,11 +237,12 @@ class Footprints:
             )
         taken = readable_bytes(self.available)
         yield f"Fits counts {taken}, which JAX takes of a GPU of {memory}: {reason}"
-        more = int(_MOST * self.device_memory)
-        if ways := [x.way for x in self.rows if self.available <= x.device < more]:
+        larger = dataclasses.replace(self, share=_MOST)
+        if ways := [x.way for x in larger.fitting if x not in self.fitting]:
             yield (
                 f"With XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST:g} JAX takes"
-                f" {readable_bytes(more)}, and these fit too: {'; '.join(ways)}."
+                f" {readable_bytes(larger.available)}, and these fit too:"
+                f" {'; '.join(ways)}."
             )
 
     def __str__(self) -> str:

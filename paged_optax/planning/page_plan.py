@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend import pinned_pool
+from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.user_warnings import warn_user
@@ -20,6 +21,7 @@ from paged_optax.engine.shards import Shards, spec_of_axes
 from paged_optax.planning.activations import stacks_under
 from paged_optax.planning.cards import (
     DEFAULT_LINK,
+    UNIFIED_MEMORY,
     free_from,
     local_card,
     machine_rate,
@@ -96,6 +98,8 @@ class PagePlan:
       devices_per_host: Devices that share a host's memory.
       parameters: Number of parameters.
       teraflops: Rate of products, in 10^12 operations a second; None if unknown.
+      parameter_bytes: Bytes of the parameters, of all devices.
+      unified_memory: True if device and host are one memory.
     """
 
     moments: tuple[Moment, ...]
@@ -104,6 +108,8 @@ class PagePlan:
     devices_per_host: int = 1
     parameters: int = 0
     teraflops: int | float | None = None
+    parameter_bytes: int = 0
+    unified_memory: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -124,6 +130,16 @@ class PagePlan:
     def bytes_per_host(self) -> int:
         """Bytes of moments in the memory of one host, of all its devices."""
         return self.host_bytes * min(self.devices, self.devices_per_host)
+
+    @property
+    def save_bytes(self) -> int:
+        """Bytes of a host's memory while Orbax saves the parameters and the moments.
+
+        Moments on the host are written from where they are. Arrays of the device are
+        copied to the host. Compression takes up to as many bytes again, see the guide.
+        """
+        copied = self.parameter_bytes // self.devices + self.device_bytes
+        return self.bytes_per_host + copied * min(self.devices, self.devices_per_host)
 
     @property
     def scratch_bytes(self) -> int:
@@ -211,6 +227,7 @@ class PagePlan:
             sharing = min(self.devices, self.devices_per_host)
             each = f"moments on a host of {sharing} devices"
             totals.append((each, readable_bytes(self.bytes_per_host)))
+        totals.append(("host memory at a save", readable_bytes(self.save_bytes)))
         titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
         tables = table(titles, rows), table((title, ""), totals)
         notes = [
@@ -218,6 +235,8 @@ class PagePlan:
             for x in self.moments
             if x.refused
         ]
+        if self.unified_memory:
+            notes.append(UNIFIED_MEMORY)
         return "\n\n".join((*tables, *notes, *filter(None, [self.uncoded])))
 
     @property
@@ -242,6 +261,7 @@ def plan(
     devices_per_host: int = 8,
     extra_args: Mapping[str, PyTree] | None = None,
     teraflops: int | float | None = None,
+    unified_memory: bool | None = None,
 ) -> PagePlan:
     """Plans the placement of a transformation's moments, without allocating them.
 
@@ -263,6 +283,8 @@ def plan(
       teraflops: Rate of matrix products in training, in 10^12 operations a second. The
         plan then has the tokens a step from which `layerwise_step` hides all transfers,
         at six operations a parameter and token.
+      unified_memory: True if device and host are one memory, as in `what_fits`. None:
+        this machine's card's.
 
     Returns:
       The plan, which prints as a table.
@@ -286,8 +308,10 @@ def plan(
     """
     check_transformation("tx", tx)
     check_arrays("params", params)
+    card = local_card()
+    if unified_memory is None:
+        unified_memory = bool(card and card.unified_memory)
     if link_gigabytes_per_second is None:
-        card = local_card()
         link_gigabytes_per_second = card.link if card else DEFAULT_LINK
     link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     products = None if teraflops is None else machine_rate("teraflops", teraflops)
@@ -317,6 +341,8 @@ def plan(
         int(devices_per_host),
         sum(x.size for x in jax.tree.leaves(params)),
         products,
+        nbytes(params),
+        unified_memory,
     )
     # Plans for a GPU are mostly made on a CPU; a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)
