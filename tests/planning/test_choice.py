@@ -119,7 +119,7 @@ def test_a_tpu_is_taken_whole():
     assert po.what_fits(SHAPES, card="v5e").share == 1
 
 
-@pytest.mark.parametrize("memory", [None, "12GiB", "20GiB"])
+@pytest.mark.parametrize("memory", [None, "7GiB", "20GiB"])
 def test_bytes_of_one_memory_add_up(memory):
     """As of two equal machines: what the host holds is the device's too."""
     step = {"batch": 1, "length": 512, "device_memory": memory or CARDS["gb10"].memory}

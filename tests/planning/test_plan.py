@@ -114,6 +114,16 @@ def test_the_link_is_that_of_this_machines_card(monkeypatch):
     assert slow.link_gigabytes_per_second == 12
 
 
+@pytest.mark.parametrize(("devices", "hosts"), [(8, 1), (16, 2)])
+def test_a_host_saves_what_its_devices_hold(devices, hosts):
+    tx, params = po.paged_adamw(1e-3), {"w": jax.ShapeDtypeStruct((4096, 4096), "f4")}
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+    whole = po.plan(tx, params).save_bytes
+    assert whole == pytest.approx(3 * 4 * 2**24, rel=1e-6)
+    saved = po.plan(tx, params, mesh=mesh).save_bytes
+    assert saved == pytest.approx(whole / hosts, rel=1e-6)
+
+
 def test_one_memory_is_that_of_this_machines_card(monkeypatch):
     tx, params = po.paged_adamw(1e-3), {"w": jax.ShapeDtypeStruct((512, 512), "f4")}
     note = "Device and host are one memory here, and their bytes add up"
