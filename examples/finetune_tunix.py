@@ -1,7 +1,8 @@
-"""Fine-tune with Tunix: its own `PeftTrainer`, the moments in host memory.
+"""Fine-tune with Tunix: its own trainers, the moments in host memory.
 
 Tunix trains, accumulates gradients, saves and resumes as it always does; the optimizer
-is `paged_adamw_8bit`. `PagedPeftTrainer` below is all that a script of yours needs.
+is `paged_adamw_8bit`. `Paged` and the two classes after it are all that a script of
+yours needs.
 
     pip install ".[tunix]"
     python examples/finetune_tunix.py                      # LoRA, on one device
@@ -9,6 +10,7 @@ is `paged_adamw_8bit`. `PagedPeftTrainer` below is all that a script of yours ne
     python examples/finetune_tunix.py --output-dir out --steps 8     # saves,
     python examples/finetune_tunix.py --output-dir out --steps 16    # and goes on
     python examples/finetune_tunix.py --optimizer adamw    # Optax, to compare
+    python examples/finetune_tunix.py --method grpo        # all parameters, by rewards
 
 Without `--checkpoint` the model is a small Llama of random weights, and a token is a
 byte. With a folder of Hugging Face it is the model that its `config.json` describes:
@@ -27,7 +29,7 @@ import functools
 import importlib
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pydoc_data.topics import topics
 from unittest import mock
 
@@ -43,6 +45,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tunix.models import naming
 from tunix.models.dummy_model_creator import create_dummy_model
 from tunix.models.llama3.model import Llama3, ModelConfig
+from tunix.rl import rl_cluster
+from tunix.rl import trainer as rl_trainer
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft import checkpoint_manager as manager
 from tunix.sft import utils
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
@@ -95,8 +101,8 @@ class HostCheckpoints(manager.CheckpointManager):
         return step, metadata
 
 
-class PagedPeftTrainer(PeftTrainer):
-    """Tunix's trainer, whose moments stay in host memory. For google-tunix 0.1.7.
+class Paged:
+    """A trainer of Tunix whose moments stay in host memory. For google-tunix 0.1.7.
 
     Three places in Tunix know one memory only. Changed there as said here, they would
     make this class unnecessary:
@@ -136,6 +142,18 @@ class PagedPeftTrainer(PeftTrainer):
         params = nnx.state(self.model, self.optimizer.wrt)
         state = po.place_state(self.optimizer.tx, self.optimizer.opt_state, params)
         self.optimizer.opt_state = nnx.data(state)
+
+
+class PagedPeftTrainer(Paged, PeftTrainer):
+    """Tunix's trainer of given tokens."""
+
+
+class PagedActor(Paged, rl_trainer.Trainer):
+    """Tunix's trainer within reinforcement learning, which `RLCluster` makes.
+
+    Tunix's cluster then samples while the moments are on the host: what they would
+    take of the device is left for the sampler's cache.
+    """
 
 
 # --- A checkpoint of Hugging Face ----------------------------------------------
@@ -290,7 +308,7 @@ def new_model(args: argparse.Namespace, mesh: Mesh | None) -> nnx.Module:
             f"--method qlora: Tunix's {type(model).__name__} casts its weights, which"
             " Qwix does not do with those in four bits: use --method lora."
         )
-    if args.method != "full":
+    if args.method in ("lora", "qlora"):
         nf4 = {"weight_qtype": "nf4", "tile_size": 64}
         provider = qwix.LoraProvider(
             module_path=".*(q_proj|k_proj|v_proj|gate_proj|up_proj|down_proj)",
@@ -308,9 +326,14 @@ def new_model(args: argparse.Namespace, mesh: Mesh | None) -> nnx.Module:
     return model
 
 
+def manual() -> str:
+    """Python's reference manual."""
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
 def batches(args: argparse.Namespace) -> Iterator[TrainingInput]:
-    """Windows of Python's reference manual, always the same for the same arguments."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))
+    """Windows of the manual, always the same for the same arguments."""
+    text = manual()
     if args.checkpoint:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.checkpoint)
         tokens = np.asarray(tokenizer.encode(text), np.int32)
@@ -333,6 +356,70 @@ def model_input(batch: TrainingInput) -> dict[str, jax.Array]:
     }
 
 
+# --- Reinforcement learning ----------------------------------------------------
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    pad_id, bos_id, eos_id = (staticmethod(lambda x=x: x) for x in (0, 1, 2))
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int], **_: object) -> str:
+        return bytes(tokens).decode("latin1")
+
+
+def letters(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+    """A toy reward: the share of letters in a completion."""
+    return [sum(map(str.isalpha, x)) / max(1, len(x)) for x in completions]
+
+
+def prompts(args: argparse.Namespace) -> Iterator[dict[str, list[str]]]:
+    """Windows of the manual: those of an update."""
+    text, random = manual(), np.random.default_rng(args.seed)
+    for _ in range(args.steps):
+        starts = random.integers(
+            len(text) - args.length, size=args.batch * args.accumulate
+        )
+        yield {"prompts": [text[x : x + args.length - 1] for x in starts]}
+
+
+def new_learner(
+    args: argparse.Namespace, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> GRPOLearner:
+    """Tunix's GRPO: two completions of each prompt, against the model of the start."""
+    roles = rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT, rl_cluster.Role.REFERENCE
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys(roles, mesh),
+        training_config=rl_cluster.RLTrainingConfig(
+            actor_optimizer=optimizer,
+            mini_batch_size=args.batch * args.accumulate,
+            train_micro_batch_size=args.batch,
+            **training_options(args),
+        ),
+        rollout_config=RolloutConfig(
+            max_prompt_length=args.length,
+            max_tokens_to_generate=args.length,
+            kv_cache_size=3 * args.length,
+            seed=args.seed,
+        ),
+    )
+    tokenizer = Bytes()
+    if args.checkpoint:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.checkpoint)
+    kind = PagedActor if args.optimizer.startswith("paged") else rl_trainer.Trainer
+    with mock.patch.object(rl_trainer, "Trainer", kind):
+        cluster = rl_cluster.RLCluster(
+            actor=new_model(args, mesh),
+            reference=new_model(args, mesh),
+            tokenizer=tokenizer,
+            cluster_config=config,
+        )
+    return GRPOLearner(cluster, GRPOConfig(), letters)
+
+
 # --- The program ---------------------------------------------------------------
 
 
@@ -340,7 +427,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=defaults)
     add = parser.add_argument
-    add("--method", choices=("full", "lora", "qlora"), default="lora")
+    add("--method", choices=("full", "lora", "qlora", "grpo"), default="lora")
     add("--optimizer", choices=OPTIMIZERS, default="paged_adamw_8bit")
     add("--devices", type=int, choices=(1, 4), default=1, help="4: a mesh of 2 x 2")
     add("--steps", type=int, default=8, help="updates, in all")
@@ -356,9 +443,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def training_options(args: argparse.Namespace) -> dict[str, object]:
+    """What all of Tunix's trainers are given."""
+    return {
+        "eval_every_n_steps": args.steps,
+        "max_steps": args.steps,
+        "checkpoint_root_directory": args.output_dir and str(args.output_dir.resolve()),
+        "pbar_description": None,
+    }
+
+
 def losses_of(trainer: PeftTrainer) -> np.ndarray:
     """The loss of each update of this run."""
-    log, name = trainer.metrics_logger, ("", "loss", "train")
+    log, name = trainer.metrics_logger, (trainer.metrics_prefix, "loss", "train")
     return log.get_metric_history(*name) if log.metric_exists(*name) else np.zeros(0)
 
 
@@ -369,23 +466,25 @@ def main(argv: list[str] | None = None) -> PeftTrainer:
         with contextlib.suppress(RuntimeError):  # JAX has started already
             jax.config.update("jax_num_cpu_devices", args.devices)
     mesh, axes = None, (AxisType.Auto,) * 2
-    if args.devices > 1:
+    if args.devices > 1 or args.method == "grpo":  # whose roles have meshes
+        shape = (2, 2) if args.devices > 1 else (1, 1)
         devices = jax.devices()[: args.devices]
-        mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axes, devices=devices)
-    config = TrainingConfig(
-        eval_every_n_steps=args.steps,
-        max_steps=args.steps,
-        gradient_accumulation_steps=args.accumulate if args.accumulate > 1 else None,
-        checkpoint_root_directory=args.output_dir and str(args.output_dir.resolve()),
-        pbar_description=None,
-    )
+        mesh = jax.make_mesh(shape, ("fsdp", "tp"), axes, devices=devices)
     with mesh or contextlib.nullcontext():
         optimizer = OPTIMIZERS[args.optimizer](args.learning_rate)
-        kind = PeftTrainer if args.optimizer == "adamw" else PagedPeftTrainer
-        trainer = kind(new_model(args, mesh), optimizer, config)
-        trainer = trainer.with_gen_model_input_fn(model_input)
+        if args.method == "grpo":
+            learner = new_learner(args, optimizer, mesh)
+            trainer, data = learner.rl_cluster.actor_trainer, prompts(args)
+        else:
+            paged = args.optimizer.startswith("paged")
+            kind = PagedPeftTrainer if paged else PeftTrainer
+            every = args.accumulate if args.accumulate > 1 else None
+            config = training_options(args) | {"gradient_accumulation_steps": every}
+            config = TrainingConfig(**config)
+            learner = trainer = kind(new_model(args, mesh), optimizer, config)
+            trainer, data = trainer.with_gen_model_input_fn(model_input), batches(args)
         print(f"{args.method}, {args.optimizer}, after step {trainer.train_steps}")
-        trainer.train(batches(args))
+        learner.train(data)
     print("losses:", " ".join(f"{loss:.4f}" for loss in losses_of(trainer)))
     for name in ("model", "optimizer"):
         state = nnx.state(getattr(trainer, name))

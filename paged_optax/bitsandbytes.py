@@ -271,16 +271,19 @@ class _ReadEntry:
         if entries.shape != right.shape or not np.allclose(entries, right, 1e-6, 0):
             text = "is not the dynamic map: its codes mean other numbers"
             raise self.error(qmap, text)
-        plain = Quantized(self.part(leaf, state), self.part(leaf, absmax))
-        moment, described = plain, codec.stored(plain.codes.shape)
-        types = lambda moment: jax.tree.map(dtype_and_shape, tuple(moment))
-        if types(plain) == types(described):
-            moment = _arranged_like(leaf.value, plain, codec)
+        codes, scales = self.part(leaf, state), self.part(leaf, absmax)
+        described = codec.stored(codes.shape)
+        fits = dtype_and_shape(scales) == dtype_and_shape(described.scales)
+        # The error names the scales if the codes alone fit the state.
+        placeholder = scales if fits else np.zeros(described.scales.shape, np.float32)
+        moment = Quantized(codes, placeholder)
+        if dtype_and_shape(codes) == dtype_and_shape(described.codes):
+            moment = _arranged_like(leaf.value, moment, codec)
         moment = Quantized(
             self.placed(moment.codes, leaf.value.codes, state),
-            self.placed(moment.scales, leaf.value.scales, absmax),
+            self.placed(moment.scales if fits else scales, leaf.value.scales, absmax),
         )
-        self.check_values(absmax, plain.scales, "each block's largest magnitude")
+        self.check_values(absmax, scales, "each block's largest magnitude")
         return moment
 
     def placed(self, array: Array | np.ndarray, old: Array, field: str) -> Array:

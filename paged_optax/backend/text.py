@@ -56,15 +56,16 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if fnmatch.fnmatchcase(name, pattern)}
 
 
-def parse_bytes(name: str, size: object) -> int:
+def parse_bytes(name: str, size: object, least: int = 0) -> int:
     """Returns a number of bytes from an int or a string such as `"16MiB"`.
 
     Args:
       name: The argument, for messages.
       size: Its value.
+      least: The smallest size.
 
     Raises:
-      ValueError: If it is no size, negative, or 2^63 bytes or more.
+      ValueError: If it is no size, less than `least`, or 2^63 bytes or more.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -86,8 +87,9 @@ def parse_bytes(name: str, size: object) -> int:
             f"{name}={size!r} is not a size: pass an int of bytes, or a string such as"
             f" '16MiB'.{way_out}"
         )
-    if size < 0:
-        raise ValueError(f"{name}={size} is negative: pass bytes, such as '16MiB'.")
+    if size < least:
+        fault = "negative" if size < 0 else f"less than {least}"
+        raise ValueError(f"{name}={size} is {fault}: pass bytes, such as '16MiB'.")
     if size >= 2**63:
         raise ValueError(f"{name} is more than 2^63 bytes.")
     return int(size)

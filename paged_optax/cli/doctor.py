@@ -14,6 +14,7 @@ from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.text import print_table, readable_bytes
 from paged_optax.cli import machine, self_test
 from paged_optax.engine import backend_check
+from paged_optax.planning.cards import local_card
 
 # Relative to a leaf's largest value: a misplaced row is wrong by about 1, and a fused
 # multiply-add by one rounding.
@@ -69,6 +70,9 @@ def _machine() -> Iterator[tuple[str, str]]:
     size = device_memory()[0]
     taken = readable_bytes(size) if size else "the host's"
     yield "memory XLA may take of a device", taken
+    card = local_card()
+    if jax.default_backend() in ("cpu", "METAL") or (card and card.unified_memory):
+        yield "device and host memory", "one: the bytes of both add up"
     if jax.default_backend() == "gpu":
         pool = f"{readable_bytes(pool_limit())} ({POOL_LIMIT})"
         yield "pinned memory XLA hands out", pool

@@ -80,6 +80,7 @@ _COUNTS = {
 }
 _FLAGS = {
     "--fused-head": "the loss uses linear_cross_entropy, without logits",
+    "--unified-memory": "device and host are one memory, whose bytes add up",
 }
 
 
@@ -149,6 +150,7 @@ def run(options: argparse.Namespace) -> int:
         teraflops=options.teraflops,
         heads=_heads(options),
         fused_head=options.fused_head,
+        unified_memory=options.unified_memory or None,
     )
     momentum = ", momentum=0.9" if momentum else ""
     footprints = dataclasses.replace(

@@ -34,6 +34,7 @@ class Card:
     bfloat16: float | None = None  # of tensor cores that support float16 only
     # Seconds of a page beyond its bytes, measured on an H200 and assumed of others.
     latency: float = 22.5e-6
+    unified_memory: bool = False  # device and host are one memory
 
     def products(self, dtype: DTypeLike) -> float:
         """The rate of products in a dtype, in 10^12 operations a second."""
@@ -81,6 +82,9 @@ CARDS = {
     # "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 ...", data sheets, SXM.
     "h100": Card(_gib(79.09), *_PCIE5, 989.5),
     "h200": Card(_gib(139.7), *_PCIE5, 989.5),
+    # "DGX Spark", data sheet: 273 GB/s, of which a copy reads and writes half each; an
+    # eighth of the 1000 TFLOP/s of sparse FP4.
+    "gb10": Card(_gib(121.69), 136.5, 136.5, 125.0, unified_memory=True),
     # "TPU v5e", Google Cloud's documentation. PCI Express 3 is assumed: "How to Scale
     # Your Model" (Austin et al., 2025) states 15 GB/s.
     "v5e": Card(_gib(15.75), *_PCIE3, 197.0, gpu=False),
@@ -94,9 +98,18 @@ _DEVICE_KINDS = {
     "NVIDIA A100-SXM4-80GB": "a100-80",
     "NVIDIA A100 80GB PCIe": "a100-80",
     "NVIDIA H100 80GB HBM3": "h100",
+    "DGX Spark": "gb10",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
 }
+
+
+#: A note on a machine with one memory.
+UNIFIED_MEMORY = (
+    "Device and host are one memory here, and their bytes add up: paging alone saves"
+    " none of it. A codec does, and the gradients of a layerwise step. With"
+    " XLA_PYTHON_CLIENT_PREALLOCATE=false a GPU leaves the host its part."
+)
 
 
 def _letters(name: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.planning.activations import ActivationBytes, Workload
+from paged_optax.planning.cards import UNIFIED_MEMORY
 
 #: First word of the ways that compute one layer's gradients at a time.
 LAYERWISE = "layerwise"
@@ -81,6 +82,7 @@ class Footprints:
       devices: Devices that divide the model. Rows have the device bytes of one, and the
         host bytes of all.
       host_memory: Host memory in bytes; None if it is not counted.
+      unified_memory: True if device and host are one memory.
     """
 
     rows: tuple[Footprint, ...]
@@ -95,6 +97,7 @@ class Footprints:
     gpu: bool = True
     devices: int = 1
     host_memory: int | None = None
+    unified_memory: bool = False
 
     def __getitem__(self, index: int) -> Footprint:
         return self.rows[index]
@@ -110,10 +113,16 @@ class Footprints:
         """Bytes of the device that JAX allocates."""
         return int(self.device_memory * self.share)
 
+    def left(self, row: Footprint) -> int:
+        """Bytes that a way leaves of the device, and of a memory shared with it."""
+        left = self.available - row.device
+        both = self.device_memory - row.device - row.host
+        return min(left, both) if self.unified_memory else left
+
     def fits(self, row: Footprint) -> bool:
-        """True if a way takes less than `available`, and less than the host has."""
+        """True if a way leaves some of `available`, and takes what the host has."""
         host = math.inf if self.host_memory is None else self.host_memory
-        return row.device < self.available and row.host <= host
+        return self.left(row) > 0 and row.host <= host
 
     @property
     def fitting(self) -> tuple[Footprint, ...]:
@@ -130,7 +139,7 @@ class Footprints:
 
         def rank(row: Footprint) -> tuple[float, ...]:
             best, worst = row.seconds or (0.0, row.link_seconds)
-            return worst, best, row.device
+            return worst, best, -self.left(row)
 
         whole = (row for row in self.fitting if not row.adapters)
         return min(whole, key=rank, default=None)
@@ -147,7 +156,7 @@ class Footprints:
                 *map(number, (row.device, row.host)),
                 f"{row.link_seconds:.2g}",
                 "yes" if self.fits(row) else "no",
-                number(self.available - row.device),
+                number(self.left(row)),
             )
             for row in self
         ]
@@ -183,6 +192,7 @@ class Footprints:
             " moments and updates. Link: seconds a step at"
             f" {self.link_gigabytes_per_second:g} GB/s each way.",
             *self.remarks,
+            *([UNIFIED_MEMORY] if self.unified_memory else ()),
             *(self._pool_notes() if self.gpu else ()),
         ]
         return "\n".join(map(wrap_text, notes))
@@ -193,8 +203,8 @@ class Footprints:
             return ""
         chosen = self.choice
         if chosen is None:
-            least = min(self.rows, key=lambda row: row.device)
-            missing = readable_bytes(max(0, least.device - self.available))
+            least = max(self.rows, key=self.left)
+            missing = readable_bytes(max(0, -self.left(least)))
             fitting = [f" {row.way} fits." for row in self.fitting[:1]]
             return wrap_text(
                 f"Nothing fits: {least.way} takes the least of the device, and"
@@ -256,11 +266,12 @@ class Footprints:
             )
         taken = readable_bytes(self.available)
         yield f"Fits counts {taken}, which JAX takes of a GPU of {memory}: {reason}"
-        more = int(_MOST * self.device_memory)
-        if ways := [x.way for x in self.rows if self.available <= x.device < more]:
+        larger = dataclasses.replace(self, share=_MOST)
+        if ways := [x.way for x in larger.fitting if x not in self.fitting]:
             yield (
                 f"With XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST:g} JAX takes"
-                f" {readable_bytes(more)}, and these fit too: {'; '.join(ways)}."
+                f" {readable_bytes(larger.available)}, and these fit too:"
+                f" {'; '.join(ways)}."
             )
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend import pinned_pool
+from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.user_warnings import warn_user
@@ -20,6 +21,7 @@ from paged_optax.engine.shards import Shards, spec_of_axes
 from paged_optax.planning.activations import stacks_under
 from paged_optax.planning.cards import (
     DEFAULT_LINK,
+    UNIFIED_MEMORY,
     Card,
     free_from,
     local_card,
@@ -98,6 +100,8 @@ class PagePlan:
       parameters: Number of parameters.
       teraflops: Rate of products, in 10^12 operations a second; None if unknown.
       page_latency: Seconds that a page of one moment takes beyond its bytes.
+      parameter_bytes: Bytes of the parameters, of all devices.
+      unified_memory: True if device and host are one memory.
     """
 
     moments: tuple[Moment, ...]
@@ -107,6 +111,8 @@ class PagePlan:
     parameters: int = 0
     teraflops: int | float | None = None
     page_latency: float = Card.latency
+    parameter_bytes: int = 0
+    unified_memory: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -127,6 +133,16 @@ class PagePlan:
     def bytes_per_host(self) -> int:
         """Bytes of moments in the memory of one host, of all its devices."""
         return self.host_bytes * min(self.devices, self.devices_per_host)
+
+    @property
+    def save_bytes(self) -> int:
+        """Bytes of a host's memory while Orbax saves the parameters and the moments.
+
+        Moments on the host are written from where they are. Arrays of the device are
+        copied to the host. Compression takes up to as many bytes again, see the guide.
+        """
+        copied = self.parameter_bytes // self.devices + self.device_bytes
+        return self.bytes_per_host + copied * min(self.devices, self.devices_per_host)
 
     @property
     def scratch_bytes(self) -> int:
@@ -219,6 +235,7 @@ class PagePlan:
             sharing = min(self.devices, self.devices_per_host)
             each = f"moments on a host of {sharing} devices"
             totals.append((each, readable_bytes(self.bytes_per_host)))
+        totals.append(("host memory at a save", readable_bytes(self.save_bytes)))
         titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
         tables = table(titles, rows), table((title, ""), totals)
         notes = [
@@ -226,6 +243,8 @@ class PagePlan:
             for x in self.moments
             if x.refused
         ]
+        if self.unified_memory:
+            notes.append(UNIFIED_MEMORY)
         return "\n\n".join((*tables, *notes, *filter(None, [self.uncoded])))
 
     @property
@@ -250,6 +269,7 @@ def plan(
     devices_per_host: int = 8,
     extra_args: Mapping[str, PyTree] | None = None,
     teraflops: int | float | None = None,
+    unified_memory: bool | None = None,
 ) -> PagePlan:
     """Plans the placement of a transformation's moments, without allocating them.
 
@@ -271,6 +291,8 @@ def plan(
       teraflops: Rate of matrix products in training, in 10^12 operations a second. The
         plan then has the tokens a step from which `layerwise_step` hides all transfers,
         at six operations a parameter and token.
+      unified_memory: True if device and host are one memory, as in `what_fits`. None:
+        this machine's card's.
 
     Returns:
       The plan, which prints as a table.
@@ -295,6 +317,8 @@ def plan(
     check_transformation("tx", tx)
     check_arrays("params", params)
     card = local_card()
+    if unified_memory is None:
+        unified_memory = bool(card and card.unified_memory)
     if link_gigabytes_per_second is None:
         link_gigabytes_per_second = card.link if card else DEFAULT_LINK
     link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
@@ -326,6 +350,8 @@ def plan(
         sum(x.size for x in jax.tree.leaves(params)),
         products,
         card.latency if card else Card.latency,
+        nbytes(params),
+        unified_memory,
     )
     # Plans for a GPU are mostly made on a CPU; a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)

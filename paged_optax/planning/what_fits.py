@@ -59,6 +59,7 @@ def what_fits(
     heads: int | None = None,
     score_blocks: int = 1,
     fused_head: bool = False,
+    unified_memory: bool | None = None,
 ) -> Footprints:
     """Compares ways to train a model by the memory they take.
 
@@ -109,6 +110,9 @@ def what_fits(
       score_blocks: Blocks of queries whose attention scores are computed sequentially.
         A kernel that never materializes them, such as cuDNN's, has many.
       fused_head: True if the loss uses `linear_cross_entropy`.
+      unified_memory: True if device and host are one memory, whose bytes add up, as on
+        a GB10 (DGX Spark), Apple's GPUs, a CPU, or a GH200 in unified mode. None: the
+        card's.
 
     Returns:
       A sequence of `Footprint`s, which prints as tables.
@@ -217,6 +221,9 @@ def what_fits(
         host_memory=None
         if host_memory is None
         else parse_bytes("host_memory", host_memory),
+        unified_memory=bool(stated and stated.unified_memory)
+        if unified_memory is None
+        else unified_memory,
     )
 
 

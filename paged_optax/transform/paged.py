@@ -184,7 +184,9 @@ def paged(
         inner = counted(inner)
     transformation = PagedTransformation(
         inner,
-        None if page_size == DEFAULT_PAGE_SIZE else parse_bytes("page_size", page_size),
+        None
+        if page_size == DEFAULT_PAGE_SIZE
+        else parse_bytes("page_size", page_size, 1),
         device_budget,
         parse_bytes("min_paged_size", min_paged_size),
         host_memory_kind,

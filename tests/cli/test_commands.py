@@ -157,6 +157,7 @@ def test_doctor(capsys):
     assert f"jax {jax.__version__}" in " ".join(printed.split())
     for words in (
         "No accelerator",
+        "one: the bytes of both add up",
         "pinned_host",
         "not measured: no link",
         "bit for bit",
@@ -173,6 +174,7 @@ def test_doctor_on_a_gpu(before, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rows = dict(doctor._machine())
     assert ("jax 0.11.2" in rows["reads and writes"]) is before
+    assert "device and host memory" not in rows
 
 
 class Tesla:

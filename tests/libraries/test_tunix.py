@@ -10,7 +10,9 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -28,6 +30,8 @@ pytestmark = [
 
 #: Batches of an update, by method: Tunix accumulates some of them.
 ACCUMULATED = {"full": 2, "lora": 1, "qlora": 2}
+#: By reinforcement learning the optimizers are wrapped as Tunix's guides have them.
+INJECT = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def train(program):
 
     def run(method, optimizer, devices, steps, folder=None):
         flags = f"--method={method} --optimizer={optimizer} --devices={devices}"
-        flags += f" --steps={steps} --accumulate={ACCUMULATED[method]}"
+        flags += f" --steps={steps} --accumulate={ACCUMULATED.get(method, 2)}"
         flags += " --batch=4 --length=16"
         flags += f" --output-dir={folder}" if folder else ""
         return program.main(flags.split())
@@ -60,6 +64,7 @@ def moments(trainer):
     """The arrays of `mu` and `nu`, whatever stores them."""
     state = trainer.optimizer.opt_state
     state = getattr(state, "inner_opt_state", state)
+    state = getattr(state, "inner_state", state)
     return jax.tree.leaves((state[0].mu, state[0].nu))
 
 
@@ -109,6 +114,66 @@ def test_as_with_plain_optax(program, train, method, optimizer, devices, tmp_pat
                 y.sharding.with_memory_kind("pinned_host"), x.ndim
             )
     assert po.host_bytes(nnx.state(plain.optimizer)) == 0
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("bits", ["", "_8bit"])
+def test_reinforcement_learning(program, train, bits, devices, tmp_path, monkeypatch):
+    """GRPO, as Tunix's own trainer computes it with the same moments on the device.
+
+    While it samples they are on the host. A resume continues with the same texts.
+    """
+    plain = functools.partial(po.paged_adamw_8bit, device_budget=None)
+    paged = program.OPTIMIZERS["paged_adamw_8bit"]
+    if not bits:
+        plain = INJECT(optax.adamw)
+        paged = lambda rate: INJECT(po.paged_adamw)(rate, min_paged_size="0B")
+        if devices > 1:  # around `paged`, a `jax.jit` would forget the mesh
+            paged = lambda rate: po.paged(INJECT(optax.adamw)(rate), min_paged_size=0)
+    monkeypatch.setitem(program.OPTIMIZERS, f"adamw{bits}", plain)
+    monkeypatch.setitem(program.OPTIMIZERS, f"paged_adamw{bits}", paged)
+    learners, sampled = [], []
+    build, reward = program.new_learner, program.letters
+
+    def learner(*args):
+        learners.append(build(*args))
+        return learners[-1]
+
+    def letters(prompts, completions, **other):
+        trainer = learners[-1].rl_cluster.actor_trainer
+        if isinstance(trainer, program.Paged):
+            check_places(trainer, devices)
+        sampled.append((prompts, completions))
+        return reward(prompts, completions, **other)
+
+    monkeypatch.setattr(program, "new_learner", learner)
+    monkeypatch.setattr(program, "letters", letters)
+    own = train("grpo", f"adamw{bits}", devices, 4)
+    assert not any(map(on_host, moments(own)))
+
+    half = train("grpo", f"paged_adamw{bits}", devices, 2, tmp_path)
+    assert isinstance(half.optimizer.tx, po.MultiSteps)
+    before = jax.device_get(nnx.state(half.optimizer))
+    resumed = train("grpo", f"paged_adamw{bits}", devices, 2, tmp_path)
+    assert resumed.train_steps == 2 and len(program.losses_of(resumed)) == 0
+    check_places(resumed, devices)
+    assert_equal(nnx.state(resumed.optimizer), before)
+    whole = train("grpo", f"paged_adamw{bits}", devices, 4, tmp_path)
+    check_places(whole, devices)
+
+    count = len(sampled) // 2
+    assert sampled[:count] == sampled[count:]
+    for trainer in (half, whole):
+        assert trainer._jit_cache <= own._jit_cache, (
+            trainer._jit_cache,
+            own._jit_cache,
+        )
+    losses = np.concatenate([program.losses_of(half), program.losses_of(whole)])
+    assert np.abs(losses).max() > 1e-4
+    np.testing.assert_allclose(losses, program.losses_of(own), rtol=1e-3, atol=1e-6)
+    ours, theirs = (jax.tree.leaves(nnx.state(x.model)) for x in (whole, own))
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 #: Of these sizes a `config.json` is all but what its `model_type` needs.

@@ -26,7 +26,9 @@ RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 def test_a_card_by_name(name):
     card = find_card(name)
     assert 8 << 30 < card.memory < 200 << 30
-    assert card.link < card.both_ways <= 2 * card.link
+    # Within one memory a copy takes as long in either direction, or in both.
+    assert (card.link < card.both_ways) != card.unified_memory
+    assert card.link <= card.both_ways <= 2 * card.link
     assert 50 < card.teraflops < 1000
     assert find_card(f" {name.upper()} ") == card
 
@@ -47,6 +49,8 @@ def test_a_card_by_name(name):
         ("NVIDIA H200", "h200"),
         ("TPU v5 lite", "v5e"),
         ("TPU v5e", "v5e"),
+        ("NVIDIA GB10", "gb10"),
+        ("DGX Spark", "gb10"),
         ("NVIDIA H100 PCIe", None),  # a slower one
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("cpu", None),
@@ -113,6 +117,34 @@ def test_a_card_states_what_no_argument_does():
 
 def test_a_tpu_is_taken_whole():
     assert po.what_fits(SHAPES, card="v5e").share == 1
+
+
+@pytest.mark.parametrize("memory", [None, "7GiB", "20GiB"])
+def test_bytes_of_one_memory_add_up(memory):
+    """As of two equal machines: what the host holds is the device's too."""
+    step = {"batch": 1, "length": 512, "device_memory": memory or CARDS["gb10"].memory}
+    apart = po.what_fits(SHAPES, **step, link_gigabytes_per_second=136.5)
+    for settings in ({"unified_memory": True}, {"card": "gb10"}):
+        ways = po.what_fits(SHAPES, **step, **settings)
+        assert "Device and host are one memory here" in " ".join(str(ways).split())
+        for way, row in zip(ways, apart, strict=True):
+            assert (way.device, way.host) == (row.device, row.host)
+            both = row.device + row.host < ways.device_memory
+            assert (way in ways.fitting) == (row in apart.fitting and both)
+    assert "one memory" not in str(apart)
+    own = po.what_fits(SHAPES, card="gb10", unified_memory=False)
+    assert not own.unified_memory
+
+
+def test_where_one_memory_is_full():
+    """A way would fit the device, but its moments have no other memory."""
+    rooms = {"device_memory": "6GiB", "batch": 1, "length": 512}
+    apart = po.what_fits(SHAPES, **rooms)
+    assert apart.choice.host
+    ways = po.what_fits(SHAPES, **rooms, unified_memory=True)
+    assert ways.choice is None
+    most = max(ways.left(row) for row in ways)
+    assert f"{-most / 2**20:.1f} MiB too much" in " ".join(ways.advice().split())
 
 
 def test_seconds_of_a_step():

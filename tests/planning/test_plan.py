@@ -44,6 +44,8 @@ def test_plan_totals_are_those_of_the_state(name):
     assert plan.link_bytes == 2 * on[HOST]
     assert on[HOST] / 25e9 < plan.link_seconds <= plan.link_bytes / 25e9
     assert 0 < plan.scratch_bytes <= 4 * on[HOST]
+    saved = [*jax.tree.leaves(params), *moments]
+    assert plan.save_bytes == counts + sum(x.nbytes for x in saved)
     for x in plan.moments:
         if x.on_host:
             assert x.page_bytes * (x.pages - 1) < x.bytes <= x.page_bytes * x.pages
@@ -112,6 +114,26 @@ def test_the_link_is_that_of_this_machines_card(monkeypatch):
     assert po.plan(tx, params).link_gigabytes_per_second == 16
     slow = po.plan(tx, params, link_gigabytes_per_second=12)
     assert slow.link_gigabytes_per_second == 12
+
+
+@pytest.mark.parametrize(("devices", "hosts"), [(8, 1), (16, 2)])
+def test_a_host_saves_what_its_devices_hold(devices, hosts):
+    tx, params = po.paged_adamw(1e-3), {"w": jax.ShapeDtypeStruct((4096, 4096), "f4")}
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+    whole = po.plan(tx, params).save_bytes
+    assert whole == pytest.approx(3 * 4 * 2**24, rel=1e-6)
+    saved = po.plan(tx, params, mesh=mesh).save_bytes
+    assert saved == pytest.approx(whole / hosts, rel=1e-6)
+
+
+def test_one_memory_is_that_of_this_machines_card(monkeypatch):
+    tx, params = po.paged_adamw(1e-3), {"w": jax.ShapeDtypeStruct((512, 512), "f4")}
+    note = "Device and host are one memory here, and their bytes add up"
+    assert note not in str(po.plan(tx, params))
+    assert note in str(po.plan(tx, params, unified_memory=True))
+    monkeypatch.setattr(Tesla, "device_kind", "NVIDIA GB10")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
+    assert note in str(po.plan(tx, params))
 
 
 def test_plan_warns_where_the_host_pool_is_too_small(monkeypatch):

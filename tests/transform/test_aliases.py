@@ -1,8 +1,12 @@
 """Every name of the design, with Optax's own parameters first."""
 
+import functools
 import inspect
 import re
 
+import chex
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -78,6 +82,40 @@ def test_every_parameter_is_taken_by_position_and_by_name(name):
         alias(1e-3, unheard_of=1)
     with pytest.raises(ValueError, match="page_size"):
         alias(1e-3, page_size=-1)
+
+
+@pytest.mark.quick("paged_adamw_8bit", "paged_lion_32bit")
+@pytest.mark.parametrize("name", NAMES)
+def test_injected_and_accumulated(name):
+    """As trainers wrap an optimizer: one program, and the types of its first state."""
+    factored = "adafactor" in name  # by sizes, which Optax compares
+    inject = functools.partial(
+        optax.inject_hyperparams,
+        static_args="min_dim_size_to_factor" if factored else (),
+        hyperparam_dtype=jnp.float32,
+    )
+    paging = {"page_size": "8KiB", "min_paged_size": "0B"}
+    paged = po.MultiSteps(inject(getattr(po, name))(1e-3, **paging), 2)
+    plain = optax.MultiSteps(inject(NAMES[name])(1e-3), 2)
+    params, trained = {"w": jnp.ones((64, 128)), "b": jnp.ones(8)}, []
+    for tx in (paged, plain):
+        traces, values, state = [], params, tx.init(params)
+        first = jax.tree.map(jax.typeof, state)
+
+        def update(gradients, state, values, tx=tx, traces=traces):
+            traces.append(None)
+            return tx.update(gradients, state, values)
+
+        jitted = jax.jit(update, donate_argnums=1)
+        for number in range(1, 5):
+            gradients = jax.tree.map(lambda x, n=number: n * x, params)
+            updates, state = jitted(gradients, state, values)
+            values = optax.apply_updates(values, updates)
+        if tx is paged:  # Optax's is traced again where it counts in Python's integers
+            assert len(traces) == 1
+            assert jax.tree.map(jax.typeof, state) == first
+        trained.append(values)
+    chex.assert_trees_all_close(*trained, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "paged", "plan", "memory_report", "jit_step"])
