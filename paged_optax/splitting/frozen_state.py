@@ -23,7 +23,7 @@ STATE_RECIPE = (
     " nnx.Rngs(0))."
 )
 
-#: Inputs that a value is computed from.
+#: Numbers of the inputs that a value is computed from.
 _Sources = frozenset[int]
 _NONE: _Sources = frozenset()
 
@@ -37,14 +37,16 @@ def warn_of_lost_state(flat: Flat, first: int, frozen: PyTree) -> None:
       frozen: The types of the frozen arguments.
     """
     leaves = jax.tree_util.tree_leaves_with_path(frozen)
+    if not leaves:
+        return
     numbers = range(first, first + len(leaves))
     computed: dict[int, _Sources] = dict.fromkeys(flat.constants, _NONE)
-    sources = lambda x: computed.get(x, frozenset([x]))
+    # -1 stands for all other inputs.
+    sources = lambda x: computed.get(x, frozenset([x if x in numbers else -1]))
     draws: list[_Sources] = []
     for e in flat.equations:
         each = [_NONE if isinstance(x, Constant) else sources(x) for x in e.inputs]
-        assert e.traced is not None
-        draws += _draws(e.traced, each)
+        draws += () if e.traced is None else _draws(e.traced, each)
         computed.update(dict.fromkeys(e.outputs, _NONE.union(*each)))
     outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
     kind = lambda x: (flat.avals[x].shape, flat.avals[x].dtype)
