@@ -97,10 +97,7 @@ class Run:
         row, loss, mesh = train[0], method.loss, None
         if args.devices > 1:
             row, mesh = stacked([row] * args.devices), mesh_of(args.devices)
-            # Weights are gathered where they are used: rows stay on their devices.
-            whole = NamedSharding(mesh, PartitionSpec())
-            gather = lambda x: jax.lax.with_sharding_constraint(x, whole)
-            loss = lambda *x: method.loss(*jax.tree.map(gather, x[:-1]), x[-1])
+            loss = gathered(method.loss, mesh)
         split = po.split_layers(loss, method.params, row, frozen=method.frozen)
         parts = args, folder, decoder, method, split, tx, train, held_out, steps
         return cls(*parts, mesh)
@@ -294,6 +291,20 @@ def mesh_of(count: int) -> jax.sharding.Mesh:
     """The first devices, as one axis."""
     devices, axes = jax.devices()[:count], (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((count,), ("data",), axis_types=axes, devices=devices)
+
+
+def gathered(
+    loss: Callable[..., po.WeightedLoss], mesh: jax.sharding.Mesh
+) -> Callable[..., po.WeightedLoss]:
+    """A loss that gathers layers' weights where it uses them: rows stay in place."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def gather(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        in_layer = ".layers" in jax.tree_util.keystr(path)
+        return jax.lax.with_sharding_constraint(x, whole) if in_layer else x
+
+    gather_all = functools.partial(jax.tree_util.tree_map_with_path, gather)
+    return lambda *given: loss(*gather_all(given[:-1]), given[-1])
 
 
 def lora_of(args: argparse.Namespace, decoder: Decoder) -> Lora:
