@@ -68,7 +68,8 @@ def test_masters_are_rounded_to_nearest():
     random = np.random.default_rng(1)
     old = wide(params["w"])
     wanted = (old * random.uniform(0.8, 1.25, old.shape)).astype(np.float32)
-    updates, state = tx.update({"w": old - wanted}, tx.init(params), params)
+    gradients = {"w": jnp.asarray(old - wanted)}
+    updates, state = tx.update(gradients, tx.init(params), params)
     params = optax.apply_updates(params, updates)
     assert state.remainder["w"].dtype == jnp.int8
     found = np.asarray(po.master_weights(params, state)["w"], np.float64)
