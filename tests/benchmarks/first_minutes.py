@@ -41,7 +41,7 @@ from tables import Row, show
 BUDGET = 870
 LIMITS = {
     "numbers": 60,
-    "graphs": 60,
+    "graphs": 120,
     "half budget": 45,
     "large leaves": 60,
     "activations": 60,

@@ -229,7 +229,10 @@ class Benchmark:
         args, part, more = self.args, "measure", {"steps": 2, "env": MEMORY}
         large = (on_gpu or args.modelled) and not self.quick
         models = ["Llama-3-8B", "Qwen3-4B"] if args.tokens else ["Llama-3-8B"]
-        ways, counts = list(tokens.WAYS)[: 5 if args.tokens else 7], [1]
+        ways, counts = (
+            list(tokens.WAYS)[: 5 if args.tokens else 2 if self.quick else 7],
+            [1],
+        )
         if args.tokens:
             counts = list(tokens.COUNTS) if large else [1, 3]
         if args.profile:
