@@ -137,8 +137,10 @@ AROUND = optax.inject_hyperparams(po.paged_adamw)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda shardings: AROUND(1e-3, shardings=shardings),
-        lambda _: po.paged(optax.inject_hyperparams(optax.adamw)(1e-3)),
+        lambda shardings: AROUND(1e-3, page_size="2MiB", shardings=shardings),
+        lambda _: po.paged(
+            optax.inject_hyperparams(optax.adamw)(1e-3), page_size="2MiB"
+        ),
     ],
     ids=["told", "inside"],
 )
