@@ -153,7 +153,7 @@ MODEL = decoder.Decoder(
     query=2048,
     key=512,
     inner=8192,
-    layers=4,
+    layers=6,  # XLA unrolls loops of one turn
     vocabulary=0,
     dtype=jnp.bfloat16,
 )
