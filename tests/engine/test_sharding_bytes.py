@@ -275,11 +275,11 @@ def test_layerwise_on_h200s():
     """One layer's gradients at a time, reduced and scattered inside the loop.
 
     They are reduced while moments travel, which takes longer. Twice the layers take
-    twice the arguments, and no more scratch.
+    twice the arguments, and no more scratch. (Of four layers XLA unrolls a loop.)
     """
     model = functools.partial(decoder.Decoder, 1024, 1024, 1024, 2048)
     reports = [
-        aot.h200(divided_layerwise(model(layers=layers)), 4) for layers in (4, 8)
+        aot.h200(divided_layerwise(model(layers=layers)), 4) for layers in (6, 12)
     ]
     short, long = reports
     for report in reports:
@@ -289,7 +289,7 @@ def test_layerwise_on_h200s():
         reductions = schedule.reductions(report.hlo)
         assert reductions and all(transfers > 0 for transfers in reductions)
     layer = 4 * (4 * 1024 * 1024 + 3 * 1024 * 2048)
-    boundary = 4 * 128 * 1024 * 4  # of each further layer: its input, in float32
+    boundary = 6 * 128 * 1024 * 4  # of each further layer: its input, in float32
     assert long.device_temp - short.device_temp <= boundary + layer / 100
     assert collectives(long.hlo) == collectives(short.hlo)
-    assert long.host_arguments >= 2 * 4 * 8 * layer / 4 / 4
+    assert long.host_arguments >= 2 * 4 * 12 * layer / 4 / 4
