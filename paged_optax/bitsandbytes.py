@@ -34,7 +34,7 @@ from paged_optax.codecs import (
 )
 from paged_optax.codecs.dynamic_int8 import dynamic_map
 from paged_optax.state.leaves import StateLeaf, state_leaves_of
-from paged_optax.state.steps import counted_by, step_of
+from paged_optax.state.steps import counted_by, read_step
 
 #: bitsandbytes' number of each of Optax's moments, and the position in its array.
 _FIELDS: dict[str, tuple[str, int | None]] = {
@@ -102,7 +102,7 @@ def to_bitsandbytes(
     stacked = lambda name, x: np.stack(x) if len(x) > 1 else x[0]
     return {
         path if names[path_name(path)] > 1 else path_name(path): {
-            "step": int(step_of(state_leaves, path) or 0),
+            "step": int(read_step(state_leaves, path) or 0),
             **{name: stacked(name, x) for name, x in entry.items()},
         }
         for path, entry in entries.items()
@@ -197,7 +197,7 @@ def _warn_of_other_steps(
         for leaf, value in zip(state_leaves, values, strict=True)
     ]
     for path, step in steps.items():
-        count = step_of(new, path)
+        count = read_step(new, path)
         if count is not None and int(count) != step:
             warn_user(
                 f"the entry of parameter {path_name(path)!r} has 'step' {step}, and the"

@@ -28,7 +28,7 @@ from jaxtyping import Bool, PyTree
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.validation import check_transformation
-from paged_optax.transform.checks import check_arguments, refuse_host
+from paged_optax.transform.checks import check_arguments, check_on_device
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
 
@@ -59,7 +59,7 @@ class _Wrapped(NamedTuple):
 
     def init_around(self, params: optax.Params) -> PyTree:
         if self.accumulates:  # arrays like the parameters, on the device
-            refuse_host("parameter", as_pure(params))
+            check_on_device("parameter", as_pure(params))
         state = self.init(params)._replace(**{self.field: self.inner.init(params)})
         return tied(state, jax.tree.leaves(params))
 
@@ -73,23 +73,23 @@ class _Wrapped(NamedTuple):
         old = self.inside(state)
         check_arguments(*map(as_pure, (updates, state, params)))
         probing = state._replace(**{self.field: jnp.asarray(False)})
-        gradients, outer = self.update(updates, probing, params, **extra_args)
-        happens = getattr(outer, self.field)
+        grads, outer = self.update(updates, probing, params, **extra_args)
+        enabled = getattr(outer, self.field)
         if not self.accumulates:
             # Optax's conditional returns the same gradients, but copies them.
-            gradients = updates
-        with only_if(happens):
-            updates, new = self.inner.update(gradients, old, params, **extra_args)
+            grads = updates
+        with only_if(enabled):
+            updates, new = self.inner.update(grads, old, params, **extra_args)
         # The page loops have selected already.
-        select = lambda new, old: new if on_host(new) else jnp.where(happens, new, old)
+        select = lambda new, old: new if on_host(new) else jnp.where(enabled, new, old)
         new = jax.tree.map(select, new, old)
         skipped = lambda x, gradient: (
             jnp.zeros_like(x) if self.zero else gradient.astype(x.dtype)
         )
         updates = jax.tree.map(
-            lambda x, gradient: jnp.where(happens, x, skipped(x, gradient)),
+            lambda x, gradient: jnp.where(enabled, x, skipped(x, gradient)),
             updates,
-            gradients,
+            grads,
         )
         return updates, outer._replace(**{self.field: new})
 

@@ -77,8 +77,8 @@ def _comparable(value: object) -> Hashable:
         # A function that it closes over compares by identity.
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         cells = [id(x) if isinstance(x, types.FunctionType) else x for x in cells]
-        held = value.__defaults__ or (), tuple(cells)
-        return Opaque(value, (value.__code__, *map(_comparable, held)))
+        retained = value.__defaults__ or (), tuple(cells)
+        return Opaque(value, (value.__code__, *map(_comparable, retained)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (getattr(value, x.name, None) for x in dataclasses.fields(value))
         return Opaque(value, (type(value), *map(_comparable, fields)))
@@ -94,21 +94,21 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
     shape = lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
     avals = [shape(x) for x in eqn.invars]
     results = [shape(x) for x in eqn.outvars]
-    chosen = [jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
+    subset = [jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
     differentiable = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
 
     def pulled(values: Sequence[ArrayLike], by: Sequence[ArrayLike]) -> Sequence[Array]:
         def run(*learned: ArrayLike) -> list[Array]:
             inexact = iter(learned)
             operands = [
-                next(inexact) if yes else x
-                for x, yes in zip(values, chosen, strict=True)
+                next(inexact) if flag else x
+                for x, flag in zip(values, subset, strict=True)
             ]
             params = eqn.primitive.get_bind_params(eqn.params)
             outputs = eqn.primitive.bind(*operands, **params)
             return list(itertools.compress(outputs, differentiable))
 
-        return jax.vjp(run, *itertools.compress(values, chosen))[1](list(by))
+        return jax.vjp(run, *itertools.compress(values, subset))[1](list(by))
 
     by = list(itertools.compress(results, differentiable))
     closed = jax.make_jaxpr(pulled)(avals, by)
@@ -161,16 +161,16 @@ class Flat:
     ):
         self.both, self.checkpoints, self.derivatives = both, checkpoints, derivatives
         self.avals: list[ShapedArray] = []
-        self.equations: list[Equation] = []
+        self.eqns: list[Equation] = []
         self.constants: dict[int, ArrayLike] = {}
-        arguments = [self._number(aval) for aval in closed.in_avals]
-        self.outputs = self._inline(closed, arguments)
+        args = [self._number(aval) for aval in closed.in_avals]
+        self.outputs = self._inline(closed, args)
 
     @property
     def key(self) -> Hashable:
         """Equal for two jaxprs of the same computation."""
-        closed_over = [(number, id(x)) for number, x in self.constants.items()]
-        parts = self.avals, self.equations, self.outputs, closed_over
+        closed_over = [(index, id(x)) for index, x in self.constants.items()]
+        parts = self.avals, self.eqns, self.outputs, closed_over
         return tuple(map(tuple, parts))
 
     def _number(self, aval: ShapedArray) -> int:
@@ -183,27 +183,27 @@ class Flat:
         jaxpr = called.jaxpr
         scope = dict(zip(jaxpr.invars, operands, strict=True))
         for var, value in zip(jaxpr.constvars, called.consts, strict=True):
-            scope[var] = number = self._number(var.aval)
-            self.constants[number] = value
+            scope[var] = index = self._number(var.aval)
+            self.constants[index] = value
         read = lambda atom: (
-            Constant.of(atom) if isinstance(atom, core.Literal) else scope[atom]
+            Constant.create(atom) if isinstance(atom, core.Literal) else scope[atom]
         )
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
             if self._inlines(eqn, operands) and (body := _called(eqn)) is not None:
                 outputs = self._inline(body, operands)
             elif self.both and eqn.primitive.name == "cond" and not _skips(eqn):
-                which, *others = operands
+                which, *remaining = operands
                 branches = map(closed_of, eqn.params["branches"])
-                results = [self._inline(x, others) for x in branches]
+                results = [self._inline(x, remaining) for x in branches]
                 outputs = [self._number(var.aval) for var in eqn.outvars]
                 for output, *cases in zip(outputs, *results, strict=True):
                     choice = Equation(lax.select_n_p, (), (which, *cases), (output,))
-                    self.equations.append(choice)
+                    self.eqns.append(choice)
             else:
                 outputs = [self._number(var.aval) for var in eqn.outvars]
                 values = tuple(operands), tuple(outputs)
-                self.equations.append(
+                self.eqns.append(
                     Equation(eqn.primitive, _params(eqn), *values, traced=eqn)
                 )
             scope.update(zip(eqn.outvars, outputs, strict=True))
@@ -229,50 +229,50 @@ class Flat:
     def dependents(self, values: Iterable[int]) -> set[int]:
         """Returns these values, and all that depend on them."""
         dependents = set(values)
-        for equation in self.equations:
-            if not dependents.isdisjoint(equation.numbers):
-                dependents.update(equation.outputs)
+        for eqn in self.eqns:
+            if not dependents.isdisjoint(eqn.numbers):
+                dependents.update(eqn.outputs)
         return dependents
 
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Returns whether all are of a leaf's shape, or scalars."""
         return all(self.shape(x) in (shape, ()) for x in operands)
 
-    def is_elementwise(self, equation: Equation, shape: tuple[int, ...]) -> bool:
+    def is_elementwise(self, eqn: Equation, shape: tuple[int, ...]) -> bool:
         """Returns whether an equation is element-wise on a leaf of this shape."""
-        if equation.primitive.name in FILLS:
-            (operand,), (output,) = equation.inputs, equation.outputs
+        if eqn.primitive.name in FILLS:
+            (operand,), (output,) = eqn.inputs, eqn.outputs
             return self.shape(operand) == () and self.shape(output) == shape
-        known = equation.primitive.name in ELEMENTWISE
-        return known and self.fit((*equation.inputs, *equation.outputs), shape)
+        known = eqn.primitive.name in ELEMENTWISE
+        return known and self.fit((*eqn.inputs, *eqn.outputs), shape)
 
     def program(
         self,
         results: Sequence[Operand],
         within: Callable[[int], bool],
-        producer: dict[int, int],
+        source: dict[int, int],
         shape: tuple[int, ...],
     ) -> tuple[Program, tuple[int, ...]]:
         """Extracts the equations `within` of some results, and their arguments."""
         needed: set[int] = set()
         stack = [x for x in results if not isinstance(x, Constant)]
         while stack:
-            index = producer.get(value := stack.pop())
+            index = source.get(value := stack.pop())
             if index is None or index in needed or not within(value):
                 continue
             needed.add(index)
-            stack += self.equations[index].numbers
-        equations = [self.equations[i] for i in sorted(needed)]
-        computed = {x for equation in equations for x in equation.outputs}
-        arguments: dict[int, int] = {}
-        for operand in (*[x for e in equations for x in e.inputs], *results):
+            stack += self.eqns[index].numbers
+        eqns = [self.eqns[i] for i in sorted(needed)]
+        computed = {x for eqn in eqns for x in eqn.outputs}
+        args: dict[int, int] = {}
+        for operand in (*[x for e in eqns for x in e.inputs], *results):
             if not isinstance(operand, Constant) and operand not in computed:
-                arguments.setdefault(operand, len(arguments))
+                args.setdefault(operand, len(args))
         # Renumbered, leaves of equal shape have equal programs, which JAX traces and
         # lowers once.
-        names = dict(arguments)
-        for equation in equations:
-            for value in equation.outputs:
+        names = dict(args)
+        for eqn in eqns:
+            for value in eqn.outputs:
                 names[value] = len(names)
         rename = lambda x: x if isinstance(x, Constant) else names[x]
         renamed = lambda e: Equation(
@@ -282,18 +282,18 @@ class Flat:
             tuple([names[x] for x in e.outputs]),
         )
         program = Program(
-            inputs=len(arguments),
-            equations=tuple(map(renamed, equations)),
+            inputs=len(args),
+            eqns=tuple(map(renamed, eqns)),
             outputs=tuple(map(rename, results)),
-            elementwise=self.fit(arguments, shape)
-            and all(self.is_elementwise(e, shape) for e in equations)
+            elementwise=self.fit(args, shape)
+            and all(self.is_elementwise(e, shape) for e in eqns)
             # A constant result takes the shape of a page.
             and all(isinstance(x, Constant) or self.shape(x) == shape for x in results),
         )
-        return program, tuple(arguments)
+        return program, tuple(args)
 
 
-def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
+def check_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
     """Raises if a traced function has effects other than its results.
 
     Programs compute results alone, and run once a page, or not at all.
@@ -303,7 +303,7 @@ def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
     """
     for eqn in closed.eqns:
         if (body := _called(eqn)) is not None:
-            refuse_effects(body)
+            check_effects(body)
         # The effect of a collective names its axis, which is in its results.
         elif {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
             raise ValueError(
@@ -316,7 +316,7 @@ def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
 
 
 def trace(
-    function: Callable[..., PyTree], *arguments: PyTree
+    function: Callable[..., PyTree], *args: PyTree
 ) -> tuple[core.ClosedJaxpr, PyTree[jax.ShapeDtypeStruct]]:
     """Traces a function of pytrees as if every array lived whole on the device.
 
@@ -324,8 +324,6 @@ def trace(
       The closed jaxpr, and the shapes and dtypes that it returns.
     """
     # A new function each time: state that it reads besides its arguments may change.
-    anew = lambda *arguments: function(*arguments)
+    anew = lambda *args: function(*args)
     with without_explicit_axes():
-        return jax.make_jaxpr(anew, return_shape=True)(
-            *jax.tree.map(shape_dtype, arguments)
-        )
+        return jax.make_jaxpr(anew, return_shape=True)(*jax.tree.map(shape_dtype, args))

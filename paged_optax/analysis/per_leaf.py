@@ -63,58 +63,63 @@ class _Followed:
     """A computation, with the parameter that each value depends on."""
 
     flat: Flat
-    owners: Sequence[int | None]  # of each argument
+    param_indices: Sequence[int | None]  # of each argument
     of_moments: set[int]  # values computed from moments, which may be on the host
-    owner: list[int | None]  # of each value: the parameter that it depends on
-    producer: dict[int, int]  # of each computed value: the position of its equation
+    param_index: list[int | None]  # of each value: the parameter that it depends on
+    source: dict[int, int]  # of each computed value: the position of its equation
     joined: dict[int, None]  # values that are all parameters, concatenated
 
     @classmethod
-    def of(
-        cls, flat: Flat, owners: Sequence[int | None], name: Callable[[int], str]
+    def create(
+        cls, flat: Flat, param_indices: Sequence[int | None], name: Callable[[int], str]
     ) -> "_Followed":
         """Propagates the owners of arguments through all equations."""
         moments = [
             value
-            for value, owner in enumerate(owners)
-            if owner is None
+            for value, param_index in enumerate(param_indices)
+            if param_index is None
             and flat.avals[value].shape
             and holds_moments(flat.avals[value].dtype)
         ]
-        unknown: list[int | None] = [None] * (len(flat.avals) - len(owners))
+        unknown: list[int | None] = [None] * (len(flat.avals) - len(param_indices))
         followed = cls(
-            flat, owners, flat.dependents(moments), [*owners, *unknown], {}, {}
+            flat,
+            param_indices,
+            flat.dependents(moments),
+            [*param_indices, *unknown],
+            {},
+            {},
         )
-        for index, equation in enumerate(flat.equations):
-            followed._follow(index, equation, name)
+        for index, eqn in enumerate(flat.eqns):
+            followed._follow(index, eqn, name)
         return followed
 
-    def _follow(
-        self, index: int, equation: Equation, name: Callable[[int], str]
-    ) -> None:
-        owners = {o for x in equation.numbers if (o := self.owner[x]) is not None}
-        primitive = equation.primitive.name
-        if _JOINED in owners:
-            unmixed = owners == {_JOINED} and (
-                primitive in _CUTS or self.flat.is_elementwise(equation, self.full)
+    def _follow(self, index: int, eqn: Equation, name: Callable[[int], str]) -> None:
+        param_indices = {
+            o for x in eqn.numbers if (o := self.param_index[x]) is not None
+        }
+        primitive = eqn.primitive.name
+        if _JOINED in param_indices:
+            unmixed = param_indices == {_JOINED} and (
+                primitive in _CUTS or self.flat.is_elementwise(eqn, self.full)
             )
         else:
-            unmixed = len(owners) < 2
+            unmixed = len(param_indices) < 2
         # Concatenated moments would all be on the device at the same time.
-        joins = _JOINED not in owners and self.of_moments.isdisjoint(equation.outputs)
+        joins = _JOINED not in param_indices and self.of_moments.isdisjoint(eqn.outputs)
         if not unmixed and joins and primitive == "concatenate":
-            self.joined.update((x, None) for x in equation.outputs)
-            owners = {_JOINED}
+            self.joined.update((x, None) for x in eqn.outputs)
+            param_indices = {_JOINED}
         elif not unmixed:
-            first, second = (sorted(owners - {_JOINED}) + [None, None])[:2]
+            first, second = (sorted(param_indices - {_JOINED}) + [None, None])[:2]
             raise CrossLeafError(
                 f"`{primitive}` combines values of"
                 f" {'all parameters' if first is None else name(first)}"
                 f"{'' if second is None else ' and ' + name(second)}"
             )
-        for value in equation.outputs:
-            self.producer[value] = index
-            self.owner[value] = next(iter(owners), None)
+        for value in eqn.outputs:
+            self.source[value] = index
+            self.param_index[value] = next(iter(param_indices), None)
 
     @property
     def full(self) -> tuple[int, ...]:
@@ -122,7 +127,7 @@ class _Followed:
 
     def is_shared(self, value: int) -> bool:
         """Returns whether a value is computed once, for all leaves."""
-        unowned = self.owner[value] is None and value not in self.of_moments
+        unowned = self.param_index[value] is None and value not in self.of_moments
         small = unowned and self.flat.size(value) <= _SHARED_ELEMENTS
         return small or value in self.joined
 
@@ -134,13 +139,13 @@ class _Followed:
         if self.is_shared(value) and not (in_shard_map() and self.flat.shape(value)):
             return True
         in_place = value == place or not self.flat.shape(value)
-        return value not in self.producer and in_place
+        return value not in self.source and in_place
 
     def ends_joined(self, value: int) -> bool:
-        if self.owner[value] != _JOINED or value in self.joined:
+        if self.param_index[value] != _JOINED or value in self.joined:
             return False
-        equation = self.flat.equations[self.producer[value]]
-        return not self.flat.is_elementwise(equation, self.full)
+        eqn = self.flat.eqns[self.source[value]]
+        return not self.flat.is_elementwise(eqn, self.full)
 
     def grouped(
         self, by_places: Sequence[int | None], replaced: Sequence[int]
@@ -148,30 +153,34 @@ class _Followed:
         """Returns outputs by leaf, direct outputs, and the owner of each output."""
         groups: dict[Hashable, list[int]] = {}
         direct: list[tuple[int, Operand]] = []
-        owners: list[int | None] = []
-        for position, value in enumerate(self.flat.outputs):
-            place = replaced[position] if replaced else None
-            by_place = by_places[position]
-            owner = None if isinstance(value, Constant) else self.owner[value]
-            if owner is None and place is not None:
+        param_indices: list[int | None] = []
+        for index, value in enumerate(self.flat.outputs):
+            place = replaced[index] if replaced else None
+            by_place = by_places[index]
+            param_index = (
+                None if isinstance(value, Constant) else self.param_index[value]
+            )
+            if param_index is None and place is not None:
                 # An update belongs to the leaf of its gradient.
-                owner = self.owners[place]
-            owners.append(by_place if owner in (None, _JOINED) else owner)
+                param_index = self.param_indices[place]
+            param_indices.append(
+                by_place if param_index in (None, _JOINED) else param_index
+            )
             if self.is_direct(value, place):
-                direct.append((position, value))
+                direct.append((index, value))
                 continue
-            key: Hashable = (None, position)
-            if owner is not None:
-                key = owner
+            key: Hashable = (None, index)
+            if param_index is not None:
+                key = param_index
             elif by_place is not None:
                 key = (by_place, self.flat.shape(value))
-            groups.setdefault(key, []).append(position)
-        return groups, direct, owners
+            groups.setdefault(key, []).append(index)
+        return groups, direct, param_indices
 
 
 def analyse(
     closed: core.ClosedJaxpr,
-    owners: Sequence[int | None],
+    param_indices: Sequence[int | None],
     output_owners: Sequence[int | None],
     name: Callable[[int], str],
     replaced: Sequence[int] = (),
@@ -180,9 +189,9 @@ def analyse(
 
     Args:
       closed: The traced function.
-      owners: For each argument the number of the parameter it belongs to, if it is a
-        gradient or a parameter. None for state and extra arguments, whose owners the
-        computation shows.
+      param_indices: For each argument the number of the parameter it belongs to, if it
+        is a gradient or a parameter. None for state and extra arguments, whose
+        parameters the computation shows.
       output_owners: For each output the parameter of its position, used if no gradient
         enters it; None: no single one.
       name: A readable name of a parameter's number, for messages.
@@ -197,52 +206,52 @@ def analyse(
         depend on moments.
     """
     try:
-        followed = _Followed.of(Flat(closed), owners, name)
+        followed = _Followed.create(Flat(closed), param_indices, name)
     except CrossLeafError as error:
         # A conditional on all leaves, such as novograd's, may be one on each.
         try:
-            followed = _Followed.of(Flat(closed, both=True), owners, name)
+            followed = _Followed.create(Flat(closed, both=True), param_indices, name)
         except CrossLeafError:
             raise error from None
-    flat, producer = followed.flat, followed.producer
-    groups, outputs, owner_of = followed.grouped(output_owners, replaced)
+    flat, source = followed.flat, followed.source
+    groups, outputs, result_owners = followed.grouped(output_owners, replaced)
     # In order: programs are compared, and so are the numbers of their arguments.
     shared = dict.fromkeys(
-        [x for _, x in outputs if isinstance(x, int) and x in producer]
+        [x for _, x in outputs if isinstance(x, int) and x in source]
     )
     # Concatenated leaves are one leaf to element-wise equations. That leaf ends at the
     # equations that split it, where the tail begins.
     cut_apart = [
-        position
-        for position in groups.get(_JOINED, ())
-        if flat.shape(flat.outputs[position]) != followed.full
+        index
+        for index in groups.get(_JOINED, ())
+        if flat.shape(flat.outputs[index]) != followed.full
     ]
     results = [flat.outputs[p] for p in cut_apart]
-    tail, tail_inputs = flat.program(results, followed.ends_joined, producer, ())
-    computed = [x for x in tail_inputs if x in producer]
+    tail, tail_inputs = flat.program(results, followed.ends_joined, source, ())
+    computed = [x for x in tail_inputs if x in source]
     shared |= dict.fromkeys(filter(followed.is_shared, computed))
     of_joined = [x for x in computed if x not in shared]
     leaf_updates, out_avals = [], closed.out_avals  # JAX builds that list at each read
-    for key, positions in groups.items():
-        places = [p for p in positions if p not in cut_apart]
+    for key, indices in groups.items():
+        places = [p for p in indices if p not in cut_apart]
         between = of_joined if key == _JOINED else []
         results = [*[flat.outputs[p] for p in places], *between]
         shape = flat.shape(results[0])
         program, inputs = flat.program(
-            results, lambda x: not followed.is_shared(x), producer, shape
+            results, lambda x: not followed.is_shared(x), source, shape
         )
-        computed = [x for x in inputs if x in producer]
+        computed = [x for x in inputs if x in source]
         shared |= dict.fromkeys(filter(followed.is_shared, computed))
         avals = [out_avals[p] for p in places] + [flat.avals[x] for x in between]
-        owner = None if key == _JOINED else owner_of[positions[0]]
-        outcome = tuple(places), tuple(between), tuple(avals), shape, owner
+        param_index = None if key == _JOINED else result_owners[indices[0]]
+        outcome = tuple(places), tuple(between), tuple(avals), shape, param_index
         leaf_updates.append(LeafUpdate(program, inputs, *outcome))
-    program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
+    program, inputs = flat.program(tuple(shared), lambda _: True, source, ())
     analysis = Analysis(
         shared=NumberedProgram(program, inputs, tuple(shared)),
         leaf_updates=tuple(leaf_updates),
         tail=NumberedProgram(tail, tail_inputs, tuple(cut_apart)),
         direct=tuple(outputs),
-        owners=tuple(owner_of),
+        param_indices=tuple(result_owners),
     )
     return analysis, flat.constants

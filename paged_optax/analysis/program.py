@@ -34,7 +34,7 @@ class Constant:
     value: ArrayLike = dataclasses.field(compare=False)
 
     @classmethod
-    def of(cls, literal: core.Literal) -> "Constant":
+    def create(cls, literal: core.Literal) -> "Constant":
         """Wraps a jaxpr's literal."""
         aval = literal.aval
         assert isinstance(aval, ShapedArray)
@@ -124,25 +124,25 @@ class Program:
     """A list of equations; values `0 .. inputs-1` are its arguments."""
 
     inputs: int
-    equations: tuple[Equation, ...]
+    eqns: tuple[Equation, ...]
     outputs: tuple[Operand, ...]
     elementwise: bool
 
     def __call__(
-        self, arguments: Sequence[ArrayLike], shape: tuple[int, ...] | None = None
+        self, args: Sequence[ArrayLike], shape: tuple[int, ...] | None = None
     ) -> list[PyTree[ArrayLike]]:
         """Runs the equations.
 
         `shape` is a page's, if the arguments are pages of a leaf (element-wise programs
         only); None if they are whole leaves.
         """
-        values: dict[int, ArrayLike] = dict(enumerate(arguments))
+        values: dict[int, ArrayLike] = dict(enumerate(args))
         read = lambda operand: (
             operand.value if isinstance(operand, Constant) else values[operand]
         )
-        for equation in self.equations:
-            results = equation.bind([read(x) for x in equation.inputs], shape)
-            values.update(zip(equation.outputs, results, strict=True))
+        for eqn in self.eqns:
+            results = eqn.bind([read(x) for x in eqn.inputs], shape)
+            values.update(zip(eqn.outputs, results, strict=True))
         results = [read(x) for x in self.outputs]
         if shape is None:
             return results
@@ -174,7 +174,7 @@ class LeafUpdate:
     between: tuple[int, ...]  # numbers of its other results, for the tail
     avals: tuple[ShapedArray, ...]  # of the results
     shape: tuple[int, ...]  # common to all arrays of an element-wise program
-    owner: int | None  # the parameter of its gradient or position; None: several
+    param_index: int | None  # the parameter of its gradient or position; None: several
 
     @property
     def places(self) -> tuple[int | None, ...]:
@@ -190,7 +190,7 @@ class Analysis:
     leaf_updates: tuple[LeafUpdate, ...]
     tail: NumberedProgram  # outputs split from concatenated leaves
     direct: tuple[tuple[int, Operand], ...]  # outputs that need no leaf's program
-    owners: tuple[int | None, ...]  # the parameter of each output
+    param_indices: tuple[int | None, ...]  # the parameter of each output
 
     @property
     def elementwise(self) -> frozenset[int]:
@@ -198,7 +198,7 @@ class Analysis:
         outputs = (
             leaf.outputs for leaf in self.leaf_updates if leaf.program.elementwise
         )
-        direct = (position for position, _ in self.direct)
+        direct = (index for index, _ in self.direct)
         return frozenset(itertools.chain(direct, *outputs))
 
     @functools.cached_property
@@ -210,26 +210,26 @@ class Analysis:
         first: dict[Hashable, int] = {}
         named = lambda x: x if isinstance(x, Constant) else meaning[x]
         meaning: dict[int, Hashable] = {
-            i: ("input", number) for i, number in enumerate(self.shared.inputs)
+            i: ("input", index) for i, index in enumerate(self.shared.inputs)
         }
-        for equation in self.shared.program.equations:
-            how = equation.primitive, equation.params, *map(named, equation.inputs)
-            known = first.setdefault(how, equation.outputs[0])
-            for i, number in enumerate(equation.outputs):
-                meaning[number] = known, i
+        for eqn in self.shared.program.eqns:
+            how = eqn.primitive, eqn.params, *map(named, eqn.inputs)
+            known = first.setdefault(how, eqn.outputs[0])
+            for i, index in enumerate(eqn.outputs):
+                meaning[index] = known, i
         seen: dict[Hashable, int] = {}
         pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
-        return {number: seen.setdefault(named(x), number) for number, x in pairs}
+        return {index: seen.setdefault(named(x), index) for index, x in pairs}
 
     def reached_from(self, numbers: Iterable[int]) -> set[int]:
         """Returns the shared values that depend on arguments."""
         reached = set(numbers)
-        inside = {i for i, x in enumerate(self.shared.inputs) if x in reached}
-        for equation in self.shared.program.equations:
-            if inside.intersection(equation.numbers):
-                inside.update(equation.outputs)
+        inner = {i for i, x in enumerate(self.shared.inputs) if x in reached}
+        for eqn in self.shared.program.eqns:
+            if inner.intersection(eqn.numbers):
+                inner.update(eqn.outputs)
         pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
-        return reached | {number for number, x in pairs if x in inside}
+        return reached | {index for index, x in pairs if x in inner}
 
 
 class Evaluation:
@@ -240,7 +240,7 @@ class Evaluation:
 
     Args:
       analysis: The function.
-      arguments: Its arguments.
+      args: Its arguments.
       constants: The values that it closes over, by number.
       counts: Step counts of each parameter, by the number of the argument. The shared
         program then runs once for each parameter.
@@ -249,25 +249,27 @@ class Evaluation:
     def __init__(
         self,
         analysis: Analysis,
-        arguments: Sequence[PyTree[ArrayLike]],
+        args: Sequence[PyTree[ArrayLike]],
         constants: Mapping[int, ArrayLike],
         counts: Mapping[int, Sequence[ArrayLike]] | None = None,
     ):
         self.analysis = analysis
-        values = dict(enumerate(arguments)) | dict(constants)
+        values = dict(enumerate(args)) | dict(constants)
         self.values = values | analysis.shared(values)
         self.counts = counts or {}
-        parameters = len(next(iter(self.counts.values()))) if self.counts else 0
+        params = len(next(iter(self.counts.values()))) if self.counts else 0
         self.by_parameter: list[dict[int, PyTree]] = []
-        for owner in range(parameters):
-            values = self.values | {n: each[owner] for n, each in self.counts.items()}
+        for param_index in range(params):
+            values = self.values | {
+                n: item[param_index] for n, item in self.counts.items()
+            }
             self.by_parameter.append(values | analysis.shared(values))
 
     def inputs(self, leaf: LeafUpdate) -> list[PyTree[ArrayLike]]:
         """Returns the arguments of a leaf's program."""
         values = self.values
-        if self.by_parameter and leaf.owner is not None:
-            values = self.by_parameter[leaf.owner]
+        if self.by_parameter and leaf.param_index is not None:
+            values = self.by_parameter[leaf.param_index]
         return [values[i] for i in leaf.inputs]
 
     def results(
@@ -281,16 +283,16 @@ class Evaluation:
         analysis, values = self.analysis, dict(self.values)
         results: dict[int, PyTree] = {}
         of_counts = analysis.reached_from(self.counts) if self.counts else ()
-        for position, x in analysis.direct:
+        for index, x in analysis.direct:
             if isinstance(x, Constant):
-                results[position] = x.value
+                results[index] = x.value
             elif x in of_counts:
-                results[position] = [each[x] for each in self.by_parameter]
+                results[index] = [item[x] for item in self.by_parameter]
             else:
-                results[position] = values[x]
+                results[index] = values[x]
         for leaf, new in zip(analysis.leaf_updates, of_leaves, strict=True):
             count = len(leaf.outputs)
             results.update(zip(leaf.outputs, new[:count], strict=True))
             values.update(zip(leaf.between, new[count:], strict=True))
         results |= analysis.tail(values)
-        return [results[position] for position in range(len(results))]
+        return [results[index] for index in range(len(results))]

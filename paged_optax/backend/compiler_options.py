@@ -70,8 +70,8 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _disabled() -> list[str]:
-    chosen = filter(None, _flags().get(_DISABLED, "").split(","))
-    return list(dict.fromkeys((*chosen, *_PIPELINERS)))
+    subset = filter(None, _flags().get(_DISABLED, "").split(","))
+    return list(dict.fromkeys((*subset, *_PIPELINERS)))
 
 
 def overlap_options(device: Any) -> dict[str, Any]:

@@ -177,10 +177,10 @@ def fixed_variables(state: PyTree) -> PyTree:
             # `nnx.eval_shape` refuses metadata with more axes than the array has, such
             # as a codec's scales.
             rank = lambda spec: len(getattr(spec, "spec", spec) or ())
-            wrong = [name for name in specs if rank(specs[name]) > len(value.shape)]
+            invalid = [name for name in specs if rank(specs[name]) > len(value.shape)]
             # `nnx.Optimizer` would move arrays with sharding metadata to the device.
             stays = {"eager_sharding": False} if specs else {}
-            return x.copy(value, **stays, **dict.fromkeys(wrong))
+            return x.copy(value, **stays, **dict.fromkeys(invalid))
 
         # A variable holds one array, so that codes and scales have one each.
         value = x.get_raw_value()

@@ -125,37 +125,37 @@ def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
     """Returns the memory kinds of a device, or of the backend, the default first."""
     device = jax.local_devices()[0] if device is None else device
     default = device.default_memory().kind
-    others = (memory.kind for memory in device.addressable_memories())
-    return (default, *(kind for kind in others if kind != default))
+    remaining = (memory.kind for memory in device.addressable_memories())
+    return (default, *(kind for kind in remaining if kind != default))
 
 
-def kind_of(host: bool) -> str:
+def kind_indices(host: bool) -> str:
     """Returns the default backend's memory kind of host, or device, memory."""
     return PINNED_HOST if host else memory_kinds()[0]
 
 
 def memory_kind(x: PyTree) -> str:
     """Returns the default backend's memory kind of a value's type."""
-    return kind_of(on_host(x))
+    return kind_indices(on_host(x))
 
 
-def resolve_host_memory_kind(asked: object) -> str:
+def resolve_host_memory_kind(requested: object) -> str:
     """Returns the memory kind of paged moments on this backend.
 
     `"auto"` is pinned host memory, or the device's own memory on a backend without it.
     """
     kinds, backend = memory_kinds(), jax.default_backend()
-    if asked == "auto":
+    if requested == "auto":
         return PINNED_HOST if PINNED_HOST in kinds else kinds[0]
-    if asked != PINNED_HOST:
+    if requested != PINNED_HOST:
         raise ValueError(
-            f"host_memory_kind={asked!r} cannot hold paged moments: JAX tells only"
+            f"host_memory_kind={requested!r} cannot hold paged moments: JAX tells only"
             f" {PINNED_HOST!r} from device memory in an array's type. This backend"
             f" ({backend}) has {', '.join(kinds)}. Use {PINNED_HOST!r}, or 'auto'."
         )
-    if asked not in kinds:
+    if requested not in kinds:
         raise ValueError(
-            f"host_memory_kind={asked!r}: this backend ({backend}) has only"
+            f"host_memory_kind={requested!r}: this backend ({backend}) has only"
             f" {', '.join(kinds)}. Pass host_memory_kind='auto' to keep the moments in"
             " device memory where the host kind is missing."
         )
@@ -221,32 +221,30 @@ mlir.register_lowering(_pair, _lower, cacheable=False)
 
 def _pair_within_memories(main: func.FuncOp) -> None:
     """Pairs by memory and type, in JAX's order, unless all pairs are right."""
-    arguments = _dicts(main.attributes["arg_attrs"])
+    args = _dicts(main.attributes["arg_attrs"])
     results = _dicts(main.attributes["res_attrs"])
     pairs = {
-        i: ir.IntegerAttr(x[_PAIR]).value for i, x in enumerate(arguments) if _PAIR in x
+        i: ir.IntegerAttr(x[_PAIR]).value for i, x in enumerate(args) if _PAIR in x
     }
-    if all(_host(arguments[i]) == _host(results[k]) for i, k in pairs.items()):
+    if all(_host(args[i]) == _host(results[k]) for i, k in pairs.items()):
         return
     signature = main.type
     donors = collections.defaultdict(collections.deque)
     for i in pairs:
-        donors[signature.inputs[i], _host(arguments[i])].append(i)
-        del arguments[i][_PAIR]
-    number = ir.IntegerType.get_signless(32)
+        donors[signature.inputs[i], _host(args[i])].append(i)
+        del args[i][_PAIR]
+    index = ir.IntegerType.get_signless(32)
     for k, (type_, attributes) in enumerate(
         zip(signature.results, results, strict=True)
     ):
-        if waiting := donors[type_, _host(attributes)]:
-            arguments[waiting.popleft()][_PAIR] = ir.IntegerAttr.get(number, k)
-    main.attributes["arg_attrs"] = ir.ArrayAttr.get(
-        [ir.DictAttr.get(x) for x in arguments]
-    )
+        if queue := donors[type_, _host(attributes)]:
+            args[queue.popleft()][_PAIR] = ir.IntegerAttr.get(index, k)
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(x) for x in args])
 
 
 def _dicts(attributes: ir.Attribute) -> list[dict[str, ir.Attribute]]:
     return [
-        {x.name: x.attr for x in ir.DictAttr(each)} for each in ir.ArrayAttr(attributes)
+        {x.name: x.attr for x in ir.DictAttr(item)} for item in ir.ArrayAttr(attributes)
     ]
 
 

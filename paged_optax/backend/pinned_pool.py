@@ -41,15 +41,15 @@ def pinned_bytes(arrays: Sequence[int], limit: int | None = None) -> int | None:
     free: list[int] = []
     region, taken = _FIRST_REGION, 0
     for size in filter(None, arrays):
-        asked = -(-size // _UNIT) * _UNIT
-        if not any(chunk >= asked for chunk in free):
+        requested = -(-size // _UNIT) * _UNIT
+        if not any(chunk >= requested for chunk in free):
             # A new region: the last one doubled until it holds the array, within the
             # limit.
             left = (limit - taken) // _UNIT * _UNIT
-            if asked > left:
+            if requested > left:
                 return None
             doubled = region
-            while doubled < asked:
+            while doubled < requested:
                 doubled *= 2
             free.append(min(doubled, left))
             taken += free[-1]
@@ -57,10 +57,10 @@ def pinned_bytes(arrays: Sequence[int], limit: int | None = None) -> int | None:
             region = 2 * region if doubled == region else doubled
         # The smallest free chunk that fits. Its rest is split off if it is 128 MiB, or
         # as much as the request.
-        chunk = min(chunk for chunk in free if chunk >= asked)
+        chunk = min(chunk for chunk in free if chunk >= requested)
         free.remove(chunk)
-        rest = chunk - asked
-        if rest >= min(asked, _SPLIT):
+        rest = chunk - requested
+        if rest >= min(requested, _SPLIT):
             free.append(rest)
     return taken
 

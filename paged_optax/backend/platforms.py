@@ -52,8 +52,8 @@ def barrier(values: Tree) -> Tree:
     axes = list(map(varying_axes, leaves))
     # Within a `jax.shard_map` jax 0.10.2 makes all operands of a barrier vary along the
     # axes of each, so that operands are grouped by their axes.
-    for each in set(axes):
-        alike = [i for i, x in enumerate(axes) if x == each]
+    for item in set(axes):
+        alike = [i for i, x in enumerate(axes) if x == item]
         passed = lax.optimization_barrier([leaves[i] for i in alike])
         for i, x in zip(alike, passed, strict=True):
             leaves[i] = x
@@ -114,7 +114,7 @@ def _conditional(compute: Callable[[], Tree]) -> Tree:
         shapes = jax.eval_shape(compute)
         always = lax.optimization_barrier(True)
         zeros = lambda x: varying(jnp.zeros(x.shape, x.dtype), varying_axes(x))
-        blank = lambda: jax.tree.map(zeros, shapes)
-        return lax.cond(always, compute, blank)
+        empty = lambda: jax.tree.map(zeros, shapes)
+        return lax.cond(always, compute, empty)
 
     return lax.platform_dependent(cpu=conditional, default=compute)

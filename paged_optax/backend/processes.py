@@ -73,21 +73,21 @@ def compare(call: str, values: Values, once: bool = True) -> None:
     Raises:
       ValueError: If values differ, with their names, or if a process is missing.
     """
-    mine = zlib.compress(json.dumps([call, values]).encode())
+    local = zlib.compress(json.dumps([call, values]).encode())
     store = store_of_processes()
-    if store is None or (once and mine in _agreed):
+    if store is None or (once and local in _agreed):
         return
-    if error := _error(store, f"paged_optax/{next(_numbers)}", mine):
+    if error := _error(store, f"paged_optax/{next(_numbers)}", local):
         raise ValueError(f"{call}: {error}")
-    _agreed.add(mine)
+    _agreed.add(local)
 
 
-def _error(store: Store, key: str, mine: bytes) -> str:
+def _error(store: Store, key: str, local: bytes) -> str:
     """Process 0 publishes its values, collects differences, and publishes the first."""
     write = lambda name, value: store.key_value_set_bytes(f"{key}/{name}", b"=" + value)
     deadline, process = time.monotonic() + PATIENCE, jax.process_index()
     if process == 0:
-        write("0", mine)
+        write("0", local)
         errors = [
             _missing(other) if x is None else x.decode()
             for other in range(1, jax.process_count())
@@ -99,7 +99,7 @@ def _error(store: Store, key: str, mine: bytes) -> str:
     first = _read(store, f"{key}/0", deadline)
     if first is None:
         return _missing(0)
-    write(str(process), _difference(first, mine, process).encode())
+    write(str(process), _difference(first, local, process).encode())
     # Process 0 may wait as long for another process.
     error = _read(store, f"{key}/all", deadline + PATIENCE)
     return _missing(0) if error is None else error.decode()
@@ -124,10 +124,10 @@ def _missing(process: int) -> str:
     )
 
 
-def _difference(first: bytes, mine: bytes, process: int) -> str:
-    if first == mine:
+def _difference(first: bytes, local: bytes, process: int) -> str:
+    if first == local:
         return ""
-    calls = [json.loads(zlib.decompress(x)) for x in (first, mine)]
+    calls = [json.loads(zlib.decompress(x)) for x in (first, local)]
     values, my_values = ({"the call": {"": call}, **x} for call, x in calls)
     lines = [*_differences(values, my_values, process)]
     more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
@@ -141,9 +141,9 @@ def _difference(first: bytes, mine: bytes, process: int) -> str:
 
 def _differences(values: Values, my_values: Values, process: int) -> Iterator[str]:
     for name in {**values, **my_values}:
-        first, mine = values.get(name, {}), my_values.get(name, {})
-        for path in {**first, **mine}:
-            one, other = first.get(path, "absent"), mine.get(path, "absent")
+        first, local = values.get(name, {}), my_values.get(name, {})
+        for path in {**first, **local}:
+            one, other = first.get(path, "absent"), local.get(path, "absent")
             if one != other:
                 where = f"{one} in process 0, {other} in process {process}"
                 yield f"{name}{path} is {where}"

@@ -56,16 +56,16 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if fnmatch.fnmatchcase(name, pattern)}
 
 
-def parse_bytes(name: str, size: object, least: int = 0) -> int:
+def parse_bytes(name: str, size: object, minimum: int = 0) -> int:
     """Returns a number of bytes from an int or a string such as `"16MiB"`.
 
     Args:
       name: The argument, for messages.
       size: Its value.
-      least: The smallest size.
+      minimum: The smallest size.
 
     Raises:
-      ValueError: If it is no size, less than `least`, or 2^63 bytes or more.
+      ValueError: If it is no size, less than `minimum`, or 2^63 bytes or more.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -77,18 +77,18 @@ def parse_bytes(name: str, size: object, least: int = 0) -> int:
             )
         size = float(match[1]) * unit
     elif isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-        way_out = ""
+        hint = ""
         if isinstance(size, jax.Array):
-            way_out = (
+            hint = (
                 " optax.inject_hyperparams makes an array of every number: there, pass"
                 f" the string, or static_args={name!r}."
             )
         raise ValueError(
             f"{name}={size!r} is not a size: pass an int of bytes, or a string such as"
-            f" '16MiB'.{way_out}"
+            f" '16MiB'.{hint}"
         )
-    if size < least:
-        fault = "negative" if size < 0 else f"less than {least}"
+    if size < minimum:
+        fault = "negative" if size < 0 else f"less than {minimum}"
         raise ValueError(f"{name}={size} is {fault}: pass bytes, such as '16MiB'.")
     if size >= 2**63:
         raise ValueError(f"{name} is more than 2^63 bytes.")
@@ -104,9 +104,9 @@ def readable_bytes(size: int | float) -> str:
     return f"{size:.1f} TiB"
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(labels: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns aligned columns under a ruled heading; the last is right-aligned."""
-    cells = [[*map(str, row)] for row in (titles, *rows)]
+    cells = [[*map(str, row)] for row in (labels, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     return "\n".join(
@@ -115,6 +115,6 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(labels: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table."""
-    print(table(titles, rows))
+    print(table(labels, rows))

@@ -38,9 +38,9 @@ def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]
     axes = range(len(shape) - 1, -1, -1)
     if len(shape) < 2:
         return tuple(axes)
-    pairs = ((lanes, sublanes) for lanes in axes for sublanes in axes)
+    candidates = ((lanes, sublanes) for lanes in axes for sublanes in axes)
     lanes, sublanes = min(
-        (pair for pair in pairs if pair[0] != pair[1]),
+        (pair for pair in candidates if pair[0] != pair[1]),
         key=lambda pair: tiled_bytes(shape, itemsize, pair),
     )
     return (lanes, sublanes, *(i for i in axes if i not in (lanes, sublanes)))
@@ -60,9 +60,9 @@ def tiled_bytes(
         return itemsize * _up(math.prod(shape), LANES * max(packed, tile))
     lanes, sublanes, *_ = minor_to_major(shape, itemsize) if order is None else order
     height = max(packed, min(SUBLANES, _power_of_two(shape[sublanes])))
-    others = (n for i, n in enumerate(shape) if i not in (lanes, sublanes))
+    remaining = (n for i, n in enumerate(shape) if i not in (lanes, sublanes))
     tiles = _up(shape[lanes], LANES) * _up(shape[sublanes], height)
-    return itemsize * tiles * math.prod(others)
+    return itemsize * tiles * math.prod(remaining)
 
 
 def view_layout(
@@ -79,15 +79,15 @@ def view_layout(
       >>> view_layout((3, 1284, 640), 2), view_layout((3, 768, 50257), 2)
       (None, None)
     """
-    order, joined = minor_to_major(shape, itemsize), len(shape) - axes
-    if joined <= 0:
-        return None if joined else order
-    if order[::-1][: joined + 1] != tuple(range(joined + 1)):
+    order, merged = minor_to_major(shape, itemsize), len(shape) - axes
+    if merged <= 0:
+        return None if merged else order
+    if order[::-1][: merged + 1] != tuple(range(merged + 1)):
         return None
     tile = SUBLANES * max(1, 4 // itemsize)
-    if joined == len(shape) - 2 and shape[joined] % tile:
+    if merged == len(shape) - 2 and shape[merged] % tile:
         return None
-    return (*(i - joined for i in order if i > joined), 0)
+    return (*(i - merged for i in order if i > merged), 0)
 
 
 def role(order: tuple[int, ...], axis: int) -> AxisRole:
@@ -115,21 +115,21 @@ def can_slice(
       size: Entries of a slice.
       itemsize: Bytes of a value.
     """
-    extent = view[axis]
+    axis_size = view[axis]
     if itemsize < 2:
         return False
-    if size >= extent:
+    if size >= axis_size:
         return True
     if len(view) == 1:
         # A vector is laid out in tiles of 1024 words.
         tile = SUBLANES * LANES * max(1, 4 // itemsize)
-        return size % tile == 0 and extent % tile == 0
+        return size % tile == 0 and axis_size % tile == 0
     match role(order, axis):
         case "lanes":
-            return size % LANES == 0 and extent % LANES == 0
+            return size % LANES == 0 and axis_size % LANES == 0
         case "sublanes":
             packed = max(1, 4 // itemsize)
-            return size % SUBLANES == 0 and extent % packed == 0
+            return size % SUBLANES == 0 and axis_size % packed == 0
         case _:
             return True
 

@@ -148,18 +148,18 @@ def on_one_device(tree: PyTree[jax.Array]) -> bool:
 
 
 def with_automatic_axes(
-    function: Callable[..., PyTree], arguments: Sequence[PyTree], results: PyTree
+    function: Callable[..., PyTree], args: Sequence[PyTree], results: PyTree
 ) -> PyTree:
     """Calls a function with explicit mesh axes treated as automatic.
 
     Args:
       function: The function.
-      arguments: Its arguments.
+      args: Its arguments.
       results: A tree like its results, of arrays or types with their shardings; None
         for a replicated result.
     """
-    if (mesh := explicit_mesh(arguments)) is None:
-        return function(*arguments)
+    if (mesh := explicit_mesh(args)) is None:
+        return function(*args)
     # A transformation's trace has no axes in its types, and its equations would not
     # accept arrays that do.
     spec = lambda x: jax.typeof(x).sharding.spec if _explicit_mesh(x) else None
@@ -169,7 +169,7 @@ def with_automatic_axes(
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind is AxisType.Explicit)
     run = jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
-    return run(*arguments)
+    return run(*args)
 
 
 def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:

@@ -39,12 +39,12 @@ def check_function(name: str, value: object) -> None:
         raise TypeError(f"{name}={brief(value)} is not a function.")
 
 
-def check_count(name: str, value: object, least: int) -> None:
-    """Raises unless `value` is an int, and at least `least`."""
+def check_count(name: str, value: object, minimum: int) -> None:
+    """Raises unless `value` is an int, and at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={brief(value)} is not an int.")
-    if value < least:
-        raise ValueError(f"{name}={brief(value)} is less than {least}.")
+    if value < minimum:
+        raise ValueError(f"{name}={brief(value)} is less than {minimum}.")
 
 
 def check_rate(name: str, value: object) -> None:
@@ -73,15 +73,15 @@ def check_arrays(
             is_array = shapes
         if is_array or (numbers and isinstance(x, (int, float, complex))):
             continue
-        way_out = ""
+        hint = ""
         if name == "state" and path:
-            way_out = (
+            hint = (
                 " Restore the leaf, with abstract_state(tx, params) as the target, or"
                 " take it from tx.init(params)."
             )
         raise TypeError(
             f"{name}{keystr(path)} is of type {type(x).__name__}: {name} is a tree of"
-            f" arrays{', or of their ShapeDtypeStructs' * shapes}.{way_out}"
+            f" arrays{', or of their ShapeDtypeStructs' * shapes}.{hint}"
         )
 
 

@@ -16,11 +16,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}. --help says what there is.\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None) -> int:
     """Runs a command, or prints the help without one.
 
     Args:
-      arguments: The command line; None: this process's.
+      args: The command line; None: this process's.
 
     Returns:
       The exit status: 0, or 1 if a command failed or a test did.
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = choices.add_parser(name, help=summary, description=summary)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(args)
     try:
         status = options.run(options)
         sys.stdout.flush()

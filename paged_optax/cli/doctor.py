@@ -40,11 +40,11 @@ def run(options: argparse.Namespace) -> int:
     rows = [*_self_test()]
     print_table(("self-test", "", ""), rows)
     right = all(row[-1] == "passed" for row in rows)
-    wrong = (
+    invalid = (
         "Do not train with paged moments here. Install jax 0.11.2 or newer, and open an"
         " issue with this page."
     )
-    print(f"\n{'Paging is right on this backend.' if right else wrong}")
+    print(f"\n{'Paging is right on this backend.' if right else invalid}")
     return 0 if right else 1
 
 

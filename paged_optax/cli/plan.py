@@ -18,7 +18,7 @@ from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.hugging_face import config_heads
 from paged_optax.planning.models import (
     DECODERS,
-    decoder_of,
+    find_decoder,
     model_shapes,
     module_shapes,
 )
@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     model = parser.add_argument_group("the model: one of")
     model = model.add_mutually_exclusive_group()
-    for group, arguments in ((model, _MODELS), (parser, _OPTIONS)):
-        for name, (metavar, text) in arguments.items():
+    for group, args in ((model, _MODELS), (parser, _OPTIONS)):
+        for name, (metavar, text) in args.items():
             group.add_argument(name, metavar=metavar, help=text)
     aliases = [x for x in paged_optax.__all__ if x.startswith("paged_")]
     parser.add_argument(
@@ -175,7 +175,7 @@ def _heads(options: argparse.Namespace) -> int | None:
     if options.heads is not None or options.batch is None:
         return options.heads
     if options.params is not None:
-        return decoder_of(options.params).heads
+        return find_decoder(options.params).heads
     if options.checkpoint is not None:
         return config_heads(pathlib.Path(options.checkpoint))
     return None

@@ -102,8 +102,8 @@ def _train(
 def difference(actual: PyTree[np.ndarray], expected: PyTree[np.ndarray]) -> Difference:
     """Distance between two pytrees of arrays."""
     differing, ulps, error = 0, 0, 0.0
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for x, y in pairs:
+    compared = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for x, y in compared:
         steps = np.abs(_ordered(x) - _ordered(y))
         differing += int(np.count_nonzero(steps))
         ulps = max(ulps, int(steps.max(initial=0)))

@@ -11,8 +11,8 @@ from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
 from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3
 from paged_optax.codecs.identity import (
+    codec_fields,
     codes_field,
-    fields_of,
     is_codes_field,
     of_one_part,
     quantized_as,
@@ -21,8 +21,8 @@ from paged_optax.codecs.layout import (
     Arranged,
     arranged,
     axis_of_blocks,
-    codes_of,
     codes_per_word,
+    get_codes,
     unarranged,
     values_per_entry,
 )
@@ -40,9 +40,9 @@ __all__ = [
     "axis_of_blocks",
     "arranged",
     "codes_field",
-    "codes_of",
+    "get_codes",
     "draw",
-    "fields_of",
+    "codec_fields",
     "is_codes_field",
     "named",
     "of_one_part",

@@ -138,7 +138,7 @@ class Codec(Protocol):
         ...
 
 
-def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def get_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns for each axis the distance of its entries in the flattened array."""
     return tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
 

@@ -91,8 +91,8 @@ def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
         positive.append(np.float32(10.0 ** (exponent - decades + 1)) * centres)
     numbers = np.concatenate(positive)
     negative = -numbers if signed else numbers[:0]
-    ends = np.array([0, 1], np.float32)
-    numbers = np.sort(np.concatenate([negative, numbers, ends]))
+    limits = np.array([0, 1], np.float32)
+    numbers = np.sort(np.concatenate([negative, numbers, limits]))
     numbers.flags.writeable = False
     return numbers
 
@@ -240,18 +240,18 @@ def _nearest(
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
     # A TPU gathers entries sequentially. Elsewhere the lines' sixty operations take
     # three times as long to compile as the table (H200, jax 0.10.2).
-    position = lax.platform_dependent(
+    index = lax.platform_dependent(
         scaled,
         key,
         tpu=functools.partial(position_by_lines, formula),
         default=functools.partial(position_by_table, formula),
     )
     stays = key > np.int32(formula.edges[0]) if rounds else pattern > 0
-    position = jnp.where(stays, jnp.maximum(position, formula.zero + 1), formula.zero)
+    index = jnp.where(stays, jnp.maximum(index, formula.zero + 1), formula.zero)
     if signed:
-        code = jnp.where(negative, jnp.maximum(127 - position, 0), 127 + position)
+        code = jnp.where(negative, jnp.maximum(127 - index, 0), 127 + index)
     else:
-        code = jnp.where(negative, 0, position - 1)
+        code = jnp.where(negative, 0, index - 1)
     return jnp.where(jnp.isnan(scaled), 0, code)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import BFloat16, Float32, UInt32
 
-from paged_optax.codecs.codec import Noise, Quantized, strides_of
+from paged_optax.codecs.codec import Noise, Quantized, get_strides
 from paged_optax.codecs.packing import (
     SMALLEST_ABSMAX,
     bits,
@@ -100,7 +100,7 @@ def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape
       <https://nullprogram.com/blog/2018/07/31/>`_, 2018.
     """
     x = jnp.full(shape, noise.start)
-    for axis, stride in enumerate(noise.strides or strides_of(shape)):
+    for axis, stride in enumerate(noise.strides or get_strides(shape)):
         index = lax.broadcasted_iota(jnp.uint32, shape, axis)
         x = x + index * np.uint32(stride % 2**32)
     x = x ^ noise.words[0]
@@ -163,8 +163,8 @@ class Float8E4M3:
         scaled = divide(values, scales[:, None])
         # A positive second moment is never stored as zero: see `DynamicInt8`.
         if not (self.signed or self.rounds_to_zero):
-            least = jnp.maximum(scaled, _SMALLEST)
-            scaled = jnp.where(bits(values) > 0, least, scaled)
+            minimum = jnp.maximum(scaled, _SMALLEST)
+            scaled = jnp.where(bits(values) > 0, minimum, scaled)
         codes = scaled.astype(jnp.float8_e4m3fn)
         return Quantized(from_blocks(codes, page.shape), scales)
 

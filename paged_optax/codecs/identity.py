@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs.codec import Codec, Leaf, Quantized
-from paged_optax.codecs.layout import axis_of_blocks, codes_of, values_per_entry
+from paged_optax.codecs.layout import axis_of_blocks, get_codes, values_per_entry
 
 
 def codes_field(
@@ -42,7 +42,7 @@ def codes_field(
     packed = values_per_entry(codec, shape)
     if any(n > 1 for n in packed):
         parts.append("x".join(map(str, ([1, *packed])[-2:])))
-        entries = codes_of(codec.stored(shape)).shape
+        entries = get_codes(codec.stored(shape)).shape
         less = [n * k - m for n, k, m in zip(entries, packed, shape, strict=True)]
         if any(less):
             parts += ["less", str(max(less))]
@@ -63,8 +63,8 @@ def is_codes_field(name: str) -> bool:
 
 
 def _name_of(codec: Codec) -> str:
-    inside = getattr(codec, "codec", codec)  # of an `Arranged`
-    return getattr(inside, "name", type(inside).__name__)
+    inner = getattr(codec, "codec", codec)  # of an `Arranged`
+    return getattr(inner, "name", type(inner).__name__)
 
 
 def quantized_as(field: str, codes: Leaf, scales: Leaf) -> Quantized[Leaf]:
@@ -99,7 +99,7 @@ def _by_field(named: _Named) -> tuple[Callable[[str], type], tuple[str]]:
 copyreg.pickle(_Named, _by_field)
 
 
-def fields_of(stored: PyTree) -> tuple[str, ...]:
+def codec_fields(stored: PyTree) -> tuple[str, ...]:
     """Returns the names of a container's fields for a stored moment, none in a list."""
     flat = jax.tree_util.tree_flatten_with_path(
         stored, is_leaf=lambda x: x is not stored

@@ -83,7 +83,7 @@ class Arranged:
     def stored(self, shape: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
         """Returns the shapes and dtypes of the rearranged codes and scales."""
         plain = self.codec.stored(shape)
-        entries, dtype = list(codes_of(plain).shape), codes_of(plain).dtype
+        entries, dtype = list(get_codes(plain).shape), get_codes(plain).dtype
         floats = jnp.issubdtype(dtype, jnp.floating)
         if self.axis is not None:
             entries[self.axis] = -(-entries[self.axis] // self.packed)
@@ -134,12 +134,12 @@ class Arranged:
 
         If blocks run along columns, these are of the transposed moment.
         """
-        like, codes = self.stored(shape), self._transposed(codes_of(encoded))
+        like, codes = self.stored(shape), self._transposed(get_codes(encoded))
         if self.axis is not None:
             # A sign would fill the word's higher bits.
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
             codes = pack(codes, codes.ndim + self.axis, _bits(self.codec))
-        codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
+        codes = lax.bitcast_convert_type(codes, get_codes(like).dtype)
         if not isinstance(encoded, Quantized):
             return codes
         transposed = list(like.scales.shape)
@@ -150,13 +150,13 @@ class Arranged:
 
     def plain(self, stored: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
         """Undoes `arrange`."""
-        like, codes = self.codec.stored(shape), codes_of(stored)
+        like, codes = self.codec.stored(shape), get_codes(stored)
         if self.axis is not None:
             words = lax.bitcast_convert_type(codes, jnp.int32)
             axis = words.ndim + self.axis
             codes = unpack(words, axis, _bits(self.codec), shape[axis])
             codes = codes.astype(jnp.uint8)
-        codes = self._transposed(lax.bitcast_convert_type(codes, codes_of(like).dtype))
+        codes = self._transposed(lax.bitcast_convert_type(codes, get_codes(like).dtype))
         if not isinstance(stored, Quantized):
             return codes
         scales = lax.bitcast_convert_type(stored.scales, like.scales.dtype)
@@ -202,7 +202,7 @@ def arranged(
       ShapeDtypeStruct(shape=(64, 2), dtype=float32)
     """
     stored = codec.stored(shape)
-    codes = codes_of(stored)
+    codes = get_codes(stored)
     bytewise = codes.dtype.itemsize == 1
     words = blocks = None
     if len(shape) > 1:
@@ -278,7 +278,7 @@ def unarranged(
       (64, 512)
     """
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-    codes, packed = codes_of(stored), 32 // _bits(codec)
+    codes, packed = get_codes(stored), 32 // _bits(codec)
     # Moments with codes of this shape: one, or a word of them in an entry.
     shapes = [codes.shape, *_unpacked(codes.shape, packed)]
     shapes = [
@@ -322,14 +322,14 @@ def values_per_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, 
 
 
 @overload
-def codes_of(stored: Quantized[Leaf]) -> Leaf: ...
+def get_codes(stored: Quantized[Leaf]) -> Leaf: ...
 
 
 @overload
-def codes_of(stored: Leaf) -> Leaf: ...
+def get_codes(stored: Leaf) -> Leaf: ...
 
 
-def codes_of(stored: PyTree) -> PyTree:
+def get_codes(stored: PyTree) -> PyTree:
     """Returns the codes, or the array itself."""
     return stored.codes if isinstance(stored, Quantized) else stored
 

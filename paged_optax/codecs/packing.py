@@ -111,7 +111,10 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
     # Along the lanes, strided slices compile for 16 s for a moment of [1, 197, 1024],
     # padding between codes for 6 s, and products for 2 s (v5e, libtpu 0.0.52).
     def by_products(codes: Array) -> Array:
-        extent, group = codes.shape[axis] // packed, _group(codes.shape[axis], packed)
+        axis_size, group = (
+            codes.shape[axis] // packed,
+            _group(codes.shape[axis], packed),
+        )
         codes = _filled(codes, axis, group * packed).astype(jnp.bfloat16)
         word, code = _places(group, group * packed)
         place = code - word * packed
@@ -123,7 +126,7 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
             matrix = jnp.where(taken, power, 0).astype(jnp.bfloat16)
             halves.append(_product(matrix, codes, axis))
         words = halves[0] | (halves[1] << np.int32(16))
-        return lax.slice_in_dim(words, 0, extent, axis=axis)
+        return lax.slice_in_dim(words, 0, axis_size, axis=axis)
 
     def by_strides(codes: Array) -> Array:
         end = codes.shape[axis]
@@ -138,9 +141,9 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
 
 
 def unpack(
-    words: Int32[Array, "*words"], axis: int, bits: int, extent: int
+    words: Int32[Array, "*words"], axis: int, bits: int, axis_size: int
 ) -> Int32[Array, "*shape"]:
-    """Undoes `pack`; `extent` is the number of codes along the axis."""
+    """Undoes `pack`; `axis_size` is the number of codes along the axis."""
     packed, mask = 32 // bits, np.int32(2**bits - 1)
 
     def by_groups(words: Array) -> Array:
@@ -166,25 +169,25 @@ def unpack(
             codes = codes | lax.pad(part, np.int32(0), between)
         return codes
 
-    shape = (*words.shape[:axis], extent, *words.shape[axis + 1 :])
+    shape = (*words.shape[:axis], axis_size, *words.shape[axis + 1 :])
     on_tpu = by_strides if _in_sublanes(shape, axis, packed) else by_products
     codes = lax.platform_dependent(words, tpu=on_tpu, default=by_groups)
-    return lax.slice_in_dim(codes, 0, extent, axis=axis)
+    return lax.slice_in_dim(codes, 0, axis_size, axis=axis)
 
 
 def interleave(
     parts: Sequence[Int32[Array, "*shape"]], axis: int
 ) -> Int32[Array, "*longer"]:
     """Interleaves the entries of parts, from 0 to 255, along an axis on a TPU."""
-    extent = parts[0].shape[axis]
-    group = _group(extent, 1)
+    axis_size = parts[0].shape[axis]
+    group = _group(axis_size, 1)
     entry, place = _places(group * len(parts), group)
     total = jnp.zeros((), jnp.int32)
     for i, part in enumerate(parts):
         matrix = (entry == place * len(parts) + i).astype(jnp.bfloat16)
         part = _filled(part, axis, group).astype(jnp.bfloat16)
         total = total + _product(matrix, part, axis)
-    return lax.slice_in_dim(total, 0, extent * len(parts), axis=axis)
+    return lax.slice_in_dim(total, 0, axis_size * len(parts), axis=axis)
 
 
 def _in_sublanes(shape: tuple[int, ...], axis: int, packed: int) -> bool:
@@ -193,9 +196,9 @@ def _in_sublanes(shape: tuple[int, ...], axis: int, packed: int) -> bool:
     return all(role(minor_to_major(x), axis) == "sublanes" for x in (shape, words))
 
 
-def _group(extent: int, packed: int) -> int:
+def _group(axis_size: int, packed: int) -> int:
     """Returns the words of one product: whole tiles, at most the words there are."""
-    words = -(-extent // packed)
+    words = -(-axis_size // packed)
     return min(LANES, max(1, -(-words // SUBLANES)) * SUBLANES)
 
 

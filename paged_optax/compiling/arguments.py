@@ -17,7 +17,7 @@ from paged_optax.backend.text import keystr
 ArgumentKey = int | str
 
 
-def signature_of(step: Callable[..., PyTree]) -> inspect.Signature:
+def get_signature(step: Callable[..., PyTree]) -> inspect.Signature:
     """The signature of a step, and not of a function that it wraps."""
     try:
         return inspect.signature(step, follow_wrapped=False)
@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
     names: tuple[str, ...]
 
     @classmethod
-    def of(
+    def create(
         cls,
         step: Callable[..., PyTree],
         positions: int | Iterable[int],
@@ -42,17 +42,17 @@ class Chosen(NamedTuple):
 
         `jax.jit` does too, unless both are passed.
         """
-        parameters = signature_of(step).parameters.values()
+        parameters = get_signature(step).parameters.values()
         only, either = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
         known = [x.name for x in parameters if x.kind in (only, either)]
         named = [x.name for x in parameters if x.kind is either]
-        chosen = (positions,) if isinstance(positions, int) else positions
-        chosen = map(operator.index, chosen)
-        chosen = {i + len(known) if -len(known) <= i < 0 else i for i in chosen}
+        subset = (positions,) if isinstance(positions, int) else positions
+        subset = map(operator.index, subset)
+        subset = {i + len(known) if -len(known) <= i < 0 else i for i in subset}
         by_name = {names} if isinstance(names, str) else {*names}
-        by_name |= {x for i, x in enumerate(known) if i in chosen and x in named}
-        chosen |= {i for i, x in enumerate(known) if x in by_name}
-        return cls(tuple(sorted(chosen)), tuple(sorted(by_name)))
+        by_name |= {x for i, x in enumerate(known) if i in subset and x in named}
+        subset |= {i for i, x in enumerate(known) if x in by_name}
+        return cls(tuple(sorted(subset)), tuple(sorted(by_name)))
 
     def __contains__(self, key: object) -> bool:
         return key in self.positions or key in self.names
@@ -79,7 +79,7 @@ class Leaf(NamedTuple):
     value: Any
 
 
-def leaves_of(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[Leaf]:
+def argument_leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[Leaf]:
     """The leaves of a call's arguments, in JAX's order."""
     leaves = []
     for path, x in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
@@ -88,7 +88,7 @@ def leaves_of(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[Leaf
     return leaves
 
 
-def places_of(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
+def sharding_list(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
     """The shardings of leaves on several devices, None of others; empty if all are."""
     # Runs at each call of a step: no Python function is called for a leaf.
     shardings = [getattr(x, "sharding", None) for x in leaves]
@@ -122,7 +122,7 @@ def host_type(
     return before if (before.shape, before.dtype) == (now.shape, now.dtype) else None
 
 
-def refuse_moved(
+def check_not_moved(
     leaves: Iterable[Leaf], types: Mapping[str, jax.ShapeDtypeStruct]
 ) -> None:
     """Raises if an array in device memory belongs in host memory."""

@@ -51,14 +51,14 @@ def divide_like(
     XLA may divide updated parameters differently. No buffer could be reused then, and
     the next step would refuse the parameters.
     """
-    types_of = lambda tree: (
+    leaf_types = lambda tree: (
         jax.tree.structure(tree),
         [(x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(tree))],
     )
-    left = [(types_of(value), places) for value, places in donated if any(places)]
+    left = [(leaf_types(value), places) for value, places in donated if any(places)]
 
     def divide(result: PyTree) -> PyTree:
-        types = types_of(result)
+        types = leaf_types(result)
         for n, (like, places) in enumerate(left):
             if like == types:
                 del left[n]  # each donated argument gives its sharding to one result
@@ -82,14 +82,14 @@ def _divide(x: PyTree, place: Sharding | None) -> PyTree:
     return lax.with_sharding_constraint(x, NamedSharding(place.mesh, place.spec))
 
 
-def device_of(shardings: Iterable[Sharding]) -> Device:
+def local_device(shardings: Iterable[Sharding]) -> Device:
     """One of the devices of some shardings, of this process if any is.
 
     Another process's devices cannot be queried.
     """
     devices = [device for x in shardings for device in x.device_set]
-    mine = (x for x in devices if x.process_index == jax.process_index())
-    return next(mine, next(iter(devices), jax.devices()[0]))
+    local = (x for x in devices if x.process_index == jax.process_index())
+    return next(local, next(iter(devices), jax.devices()[0]))
 
 
 def shared_by(shardings: Iterable[Sharding]) -> Sharding | None:
@@ -132,11 +132,11 @@ def check_donations(
     reused = {n: kinds[out] for n, out in aliases(compiled.as_text() or "").items()}
     # None for an argument that nothing uses: JAX leaves it out of the program.
     places = compiled.in_tree.flatten_up_to(compiled.input_shardings)
-    lost, number = [], 0
+    lost, index = [], 0
     for (key, name, x), place in zip(leaves, places, strict=True):
         # No result in host memory can reuse a buffer of the device, nor vice versa.
-        is_reused = place is not None and reused.get(number) == memory_kind(x)
-        number += place is not None
+        is_reused = place is not None and reused.get(index) == memory_kind(x)
+        index += place is not None
         aval = jax.typeof(x)
         # A Python number has no buffer to lose, nor the weakly typed array of one.
         has_buffer = aval.size and not (aval.weak_type and aval.ndim == 0)

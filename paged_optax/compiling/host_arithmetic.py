@@ -55,20 +55,20 @@ def _equations(
         return
     visited.add(id(jaxpr))
     platform_index: set[core.Var] = set()
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        by_platform = not platform_index.isdisjoint(_variables(equation))
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        by_platform = not platform_index.isdisjoint(_variables(eqn))
         if name == "platform_index" or (name == "clamp" and by_platform):
-            platform_index.update(equation.outvars)
-        yield equation, around, by_platform
+            platform_index.update(eqn.outvars)
+        yield eqn, around, by_platform
         # A conditional has its jaxprs in a tuple, others have one.
-        for inner in jax.tree.leaves(list(equation.params.values())):
+        for inner in jax.tree.leaves(list(eqn.params.values())):
             if isinstance(inner, _Jaxpr):
-                yield from _equations(inner, (equation, *around), visited)
+                yield from _equations(inner, (eqn, *around), visited)
 
 
-def _variables(equation: core.JaxprEqn) -> list[core.Var]:
-    return [x for x in equation.invars if not isinstance(x, core.Literal)]
+def _variables(eqn: core.JaxprEqn) -> list[core.Var]:
+    return [x for x in eqn.invars if not isinstance(x, core.Literal)]
 
 
 def _on_host(variable: core.Var) -> bool:
@@ -90,17 +90,17 @@ def warn_of_host_compute(jaxpr: _Jaxpr, platform: str) -> None:
     if platform == "cpu":
         return
     copies = platform != "tpu" and GPU_COPIES_FOR_CONDITIONALS
-    for equation, around, by_platform in _equations(jaxpr, (), set()):
-        name = equation.primitive.name
-        variables = [*equation.outvars, *_variables(equation)]
+    for eqn, around, by_platform in _equations(jaxpr, (), set()):
+        name = eqn.primitive.name
+        variables = [*eqn.outvars, *_variables(eqn)]
         # The branches of a conditional are searched, which get its operands. XLA:GPU
         # of some versions copies the host arrays that it returns.
         if name == "cond":
-            variables = equation.outvars if copies and not by_platform else []
+            variables = eqn.outvars if copies and not by_platform else []
         touched = list(filter(_on_host, variables))
         if touched and name not in _HARMLESS:
             # Equations that JAX cached from an earlier trace have no frames.
-            frames = next(filter(None, map(_frames, (equation, *around))), [])
+            frames = next(filter(None, map(_frames, (eqn, *around))), [])
             where = " ({}:{})".format(*frames[0]) if frames else ""
             warn_user(
                 f"the step computes `{name}` on {touched[0].aval.str_short()}, which is"
@@ -110,9 +110,9 @@ def warn_of_host_compute(jaxpr: _Jaxpr, platform: str) -> None:
             return
 
 
-def _frames(equation: core.JaxprEqn) -> list[tuple[str, int]]:
+def _frames(eqn: core.JaxprEqn) -> list[tuple[str, int]]:
     """The files and lines an equation was traced from, without JAX's own."""
-    traceback = equation.source_info.traceback
+    traceback = eqn.source_info.traceback
     return [
         (frame.file_name, frame.line_num)
         for frame in (traceback.frames if traceback else ())
@@ -127,11 +127,9 @@ def _cure(frames: list[tuple[str, int]]) -> str:
     return "move it with jax.device_put(x, jax.memory.Space.Device) first"
 
 
-def refuse_computed_on_host(
-    error: Exception, arguments: Mapping[str, ArrayOrShape]
-) -> None:
+def check_host_arithmetic(error: Exception, args: Mapping[str, ArrayOrShape]) -> None:
     """Names the arguments in host memory, where JAX refuses to compute on such."""
-    host = {name: str(jax.typeof(x)) for name, x in arguments.items() if on_host(x)}
+    host = {name: str(jax.typeof(x)) for name, x in args.items() if on_host(x)}
     if host and "memory_space of all inputs" in str(error):
         alike = [name for name, type_ in host.items() if type_ in str(error)]
         raise ValueError(

@@ -26,26 +26,26 @@ from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.arguments import (
     Chosen,
     Leaf,
+    argument_leaves,
+    check_not_moved,
+    get_signature,
     host_type,
     host_types,
-    leaves_of,
-    places_of,
-    refuse_moved,
-    signature_of,
+    sharding_list,
 )
 from paged_optax.compiling.donations import (
     KEEP_UNUSED,
     check_donations,
-    device_of,
     divide_like,
     is_placed,
     keep_unread,
+    local_device,
     note_donated,
     shared_by,
 )
 from paged_optax.compiling.host_arithmetic import (
+    check_host_arithmetic,
     reaches_host,
-    refuse_computed_on_host,
     warn_of_host_compute,
 )
 from paged_optax.compiling.overlapping import compile_overlapping
@@ -78,7 +78,7 @@ def _checked(leaves: Sequence[PyTree]) -> Generator[None]:
 
 def _divided(leaves: Sequence[PyTree]) -> contextlib.AbstractContextManager[None]:
     """Has JAX trace by the arguments' shardings, if any is on several devices."""
-    places = places_of(leaves)
+    places = sharding_list(leaves)
     return within(places=places) if places else contextlib.nullcontext()
 
 
@@ -108,7 +108,7 @@ class Step:
         return Step, (self._step, self._donated, self._static)
 
     def __get__(
-        self, instance: object, owner: type | None = None
+        self, instance: object, param_index: type | None = None
     ) -> "Step | types.MethodType":
         """Binds a step that is a method to its object."""
         return self if instance is None else types.MethodType(self, instance)
@@ -151,9 +151,9 @@ class Step:
 
     def _jit_of(self, run: Callable[..., PyTree], **options: Any) -> Wrapped:
         run.__name__ = getattr(self._step, "__name__", "step")
-        run.__signature__ = signature_of(self._step)  # JAX looks arguments up in it
-        positions, names = self._static
-        return jax.jit(run, static_argnums=positions, static_argnames=names, **options)
+        run.__signature__ = get_signature(self._step)  # JAX looks arguments up in it
+        indices, names = self._static
+        return jax.jit(run, static_argnums=indices, static_argnames=names, **options)
 
     def _forget(self) -> None:
         """Makes JAX forget the step's traces and programs."""
@@ -163,11 +163,11 @@ class Step:
                 raise _NotCompiled
             return self._traced(args, kwargs)
 
-        positions, names = self._donated
+        indices, names = self._donated
         self._jit = functools.cache(
             lambda **options: self._jit_of(
                 run,
-                donate_argnums=positions,
+                donate_argnums=indices,
                 donate_argnames=names,
                 keep_unused=KEEP_UNUSED,
                 compiler_options=options or None,
@@ -186,7 +186,7 @@ class Step:
         donated = jax.tree.leaves([*self._donated.select(args, kwargs).values()])
         if all(map(is_placed, donated)):
             return args, kwargs
-        leaves = leaves_of(args, kwargs)
+        leaves = argument_leaves(args, kwargs)
         shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
         sharding = shared_by(shardings or self._shardings)
         if sharding is None:
@@ -206,13 +206,13 @@ class Step:
         return jax.tree.unflatten(structure, map(commit, leaves))
 
     def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:
-        leaves = [x for x in leaves_of(args, kwargs) if x.key not in self._static]
+        leaves = [x for x in argument_leaves(args, kwargs) if x.key not in self._static]
         shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
-        refuse_moved(leaves, self._host)
+        check_not_moved(leaves, self._host)
         try:
             with _checked(jax.tree.leaves((args, kwargs))):
                 jaxpr = self._jitted.trace(*args, **kwargs).jaxpr
-                device: Any = device_of(shardings)
+                device: Any = local_device(shardings)
                 warn_of_host_compute(jaxpr, device.platform)
                 nothing_donated = not any(self._donated) and self.compiled is None
                 if nothing_donated and any(on_host(x.value) for x in leaves):
@@ -232,7 +232,7 @@ class Step:
             self._forget()
             if isinstance(error, ValueError):
                 note_elsewhere(error)
-            refuse_computed_on_host(error, {x.name: x.value for x in leaves})
+            check_host_arithmetic(error, {x.name: x.value for x in leaves})
             raise
         self._jitted = jitted
         if self.compiled is None:
@@ -242,7 +242,10 @@ class Step:
 
     def _traced(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         """Traces the step, with its donated buffers kept and its results divided."""
-        leaves, structure = leaves_of(args, kwargs), jax.tree.structure((args, kwargs))
+        leaves, structure = (
+            argument_leaves(args, kwargs),
+            jax.tree.structure((args, kwargs)),
+        )
         places = current().places or (None,) * len(leaves)
         arrays = [n for n, x in enumerate(leaves) if x.key not in self._static]
         places = [places[n] for n in arrays]
@@ -263,8 +266,8 @@ class Step:
         if not any(donated):
             return results
         if any(places):
-            of_leaf = dict(zip(arrays, places, strict=True))
-            of_key = lambda key: [of_leaf[n] for n in arrays if leaves[n].key == key]
+            leaf_value = dict(zip(arrays, places, strict=True))
+            of_key = lambda key: [leaf_value[n] for n in arrays if leaves[n].key == key]
             given = self._donated.select(args, kwargs).items()
             results = divide_like(results, [(x, of_key(key)) for key, x in given])
         # JAX pairs donated arguments with results of any memory.
@@ -350,8 +353,8 @@ def jit_step(
     examples = bool(example_args or example_kwargs)
 
     def jitted(step: Callable[..., PyTree]) -> Step:
-        donated = Chosen.of(step, donate_argnums, donate_argnames)
-        return Step(step, donated, Chosen.of(step, static_argnums))
+        donated = Chosen.create(step, donate_argnums, donate_argnames)
+        return Step(step, donated, Chosen.create(step, static_argnums))
 
     if step is None and not examples:
         return jitted

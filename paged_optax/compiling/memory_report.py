@@ -48,7 +48,7 @@ class MemoryReport:
     platform: str = ""
 
     @classmethod
-    def of(cls, stats: object, hlo: str, platform: str) -> "MemoryReport":
+    def create(cls, stats: object, hlo: str, platform: str) -> "MemoryReport":
         """Reads XLA's `CompiledMemoryStats` and the text of a platform's program."""
         names = [space + name for space in ("", "host_") for name in _STATISTICS]
         sizes = [int(getattr(stats, f"{name}_size_in_bytes")) for name in names]
@@ -137,9 +137,9 @@ def memory_report(compiled: Compiled) -> MemoryReport:
     shardings = jax.tree.leaves(compiled.output_shardings)
     platforms = {device.platform for x in shardings for device in x.device_set}
     text, platform = compiled.as_text() or "", min(platforms, default="")
-    return MemoryReport.of(compiled.memory_analysis(), text, platform)
+    return MemoryReport.create(compiled.memory_analysis(), text, platform)
 
 
 def device_total(compiled: Compiled) -> int:
     """Peak device bytes, without the program's text, which takes seconds if large."""
-    return MemoryReport.of(compiled.memory_analysis(), "", "").device_total
+    return MemoryReport.create(compiled.memory_analysis(), "", "").device_total

@@ -77,11 +77,11 @@ def run_check(backend: str) -> None:
     expected = (nu - mu + update, mu + update, nu - update)
     names = ("update", "first moment", "second moment")
     for name, new, right in zip(names, results, expected, strict=True):
-        wrong = np.flatnonzero((np.asarray(new) != right).any(1))
-        if wrong.size:
+        invalid = np.flatnonzero((np.asarray(new) != right).any(1))
+        if invalid.size:
             raise BackendError(
                 f"jax {jax.__version__} corrupts pages on {backend}: rows"
-                f" {wrong[:8].tolist()} of the {name} are wrong in the self-check."
+                f" {invalid[:8].tolist()} of the {name} are wrong in the self-check."
                 " Install jax 0.11.2 or newer, known to be good, and report this with"
                 " your driver's version; PAGED_OPTAX_SELF_CHECK=0 skips the check."
             )
@@ -92,6 +92,6 @@ def _leaf_update(
 ) -> LeafUpdate:
     count = len(inspect.signature(function).parameters)
     closed, _ = trace(function, *[jax.ShapeDtypeStruct(shape, jnp.float32)] * count)
-    owners = [0, *[None] * (count - 1)]
-    (leaf,) = analyse(closed, owners, owners, str)[0].leaf_updates
+    param_indices = [0, *[None] * (count - 1)]
+    (leaf,) = analyse(closed, param_indices, param_indices, str)[0].leaf_updates
     return leaf

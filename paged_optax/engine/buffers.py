@@ -56,7 +56,7 @@ class PagedBuffer:
     stacked_leaves: int = 0
 
     @classmethod
-    def of(
+    def create(
         cls,
         x: ArrayOrShape,
         pages: Pages,
@@ -69,7 +69,7 @@ class PagedBuffer:
         if not ratios:
             return cls(pages, x.shape, x.dtype, on_host, None, (), on_host)
         cut = zip(ratios, pages.view, strict=False)
-        view = tuple([-(-number * size // of) for (number, of), size in cut])
+        view = tuple([-(-index * size // count) for (index, count), size in cut])
         raw = None if pages.axis or pages.tiled else _by_unit(pages, view, ratios)
         # Kernels transfer strips, and compute their addresses.
         sliceable = bool(pages.tiled or pages.axis or raw) or not GPU_NEEDS_RAW_INDEX
@@ -96,8 +96,8 @@ class PagedBuffer:
         """Entries of the leaf along the cut axis that share a code word or a scale."""
         if self.view is None:
             return 1
-        number, of = self.ratios[self.pages.axis]
-        return of // math.gcd(number, of)
+        index, count = self.ratios[self.pages.axis]
+        return count // math.gcd(index, count)
 
     def read(self, x: Array, at: Page) -> Array:
         """Reads a page into device memory."""
@@ -141,23 +141,23 @@ class PagedBuffer:
         sizes: list[int] = []
         page_shape = self.pages.page(at.size)
         every = zip(self.pages.starts(at), self.ratios, strict=False)
-        for axis, (start, (number, of)) in enumerate(every):
+        for axis, (start, (index, count)) in enumerate(every):
             if page_shape[axis] == self.pages.view[axis]:
                 starts.append(np.int32(0))
                 sizes.append(self.view[axis])
                 continue
-            if number != of:
-                # The start is a multiple of `of`; a product first might overflow.
-                start = lax.div(start, np.int32(of)) * number
+            if index != count:
+                # The start is a multiple of `count`; a product first might overflow.
+                start = lax.div(start, np.int32(count)) * index
             starts.append(start)
-            sizes.append(-(-page_shape[axis] * number // of))
+            sizes.append(-(-page_shape[axis] * index // count))
         if self.unit_view:
             _, *rest = self.unit_view
             values = math.prod(sizes)
             starts = [at.first_unit, *[np.int32(0)] * len(rest)]
             return starts, [values // math.prod(rest), *rest]
-        number, of = self.ratios[self.pages.axis]
-        if self.streamed and self.pages.unit * number == of:
+        index, count = self.ratios[self.pages.axis]
+        if self.streamed and self.pages.unit * index == count:
             starts[self.pages.axis] = at.first_unit
         if self.stacked_leaves:
             return [np.int32(0), *starts], [self.stacked_leaves, *sizes]
@@ -190,14 +190,14 @@ def _by_unit(
     Entries of the view are joined, or one is split: if four rows share their codes,
     each row gets a quarter of them.
     """
-    (number, of), (first, *rest) = ratios[0], view
-    if pages.unit * number % of == 0:
-        joined = pages.unit * number // of
-        if first % joined:
+    (index, count), (first, *rest) = ratios[0], view
+    if pages.unit * index % count == 0:
+        merged = pages.unit * index // count
+        if first % merged:
             return None
-        leading = (first // joined, joined) if joined > 1 else (first,)
+        leading = (first // merged, merged) if merged > 1 else (first,)
         return (*leading, *rest)
-    parts, left = divmod(of, pages.unit * number)
+    parts, left = divmod(count, pages.unit * index)
     if left or math.prod(rest) % parts:
         return None
     return (first * parts, math.prod(rest) // parts)
@@ -215,8 +215,8 @@ def _scales_sliceable(
         return False
     if not pages.tiled:
         return 4 * math.prod(shape) > _FEW_BYTES and sliceable
-    number, of = ratios[pages.axis]
+    index, count = ratios[pages.axis]
     order = tiling.view_layout(shape, len(view))
     return order is not None and tiling.can_slice(
-        view, order, pages.axis, pages.size * number // of, 4
+        view, order, pages.axis, pages.size * index // count, 4
     )

@@ -69,7 +69,7 @@ def isolated(
 def _looped(
     run: Callable[[Arguments, Changing], Changing],
     trip_count: Int[Array, ""] | None,
-    arguments: Arguments,
+    args: Arguments,
     changing: Changing,
 ) -> Changing:
     if trip_count is None:
@@ -80,7 +80,7 @@ def _looped(
         )
     return lax.while_loop(
         lambda carry: carry[0] < trip_count,
-        lambda carry: (carry[0] + 1, run(arguments, carry[1])),
+        lambda carry: (carry[0] + 1, run(args, carry[1])),
         (jnp.int32(0), changing),
     )[1]
 
@@ -108,7 +108,7 @@ class Exchange:
         current: dict[int, LeafBuffers],
         results: dict[int, LeafBuffers],
         at: Page,
-        following: Page,
+        next_item: Page,
         page: dict[int, tuple[Fetched, ...]],
         more: Bool[Array, ""] | None,
     ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
@@ -118,7 +118,7 @@ class Exchange:
           current: The buffers.
           results: The page to write to the host.
           at: The address of the page to write.
-          following: The address of the page to fetch.
+          next_item: The address of the page to fetch.
           page: The page to return if there is no page to fetch.
           more: True if there is a page to fetch; None: there is one.
 
@@ -126,42 +126,46 @@ class Exchange:
           The buffers, and the fetched page.
         """
         leaves = range(self.leaf_count)
-        held = {(p, leaf): current[p][leaf] for p in self.exchanged for leaf in leaves}
-        fetched = {(p, leaf): page[p][leaf] for p, leaf in held}
+        retained = {
+            (p, leaf): current[p][leaf] for p in self.exchanged for leaf in leaves
+        }
+        loaded = {(p, leaf): page[p][leaf] for p, leaf in retained}
         # A GPU computes the results on the device while the first group travels. On a
         # TPU that would take memory.
         on_device = {p: x for p, x in current.items() if p not in page and p in results}
         on_device = on_device if more is None else {}
 
         def fetch(item: _Item) -> Fetched:
-            read = functools.partial(self.arrays[item[0]].fetch, at=following)
+            read = functools.partial(self.arrays[item[0]].fetch, at=next_item)
             if more is None:
-                return read(held[item])
-            return lax.cond(more, read, lambda _: fetched[item], held[item])
+                return read(retained[item])
+            return lax.cond(more, read, lambda _: loaded[item], retained[item])
 
-        turns = self._turns()
-        for (sources, targets), after in zip(turns, turns[1:] + turns[:1], strict=True):
+        iterations = self._turns()
+        for (sources, targets), after in zip(
+            iterations, iterations[1:] + iterations[:1], strict=True
+        ):
             new_pages = {item: fetch(item) for item in sources}
             written = {
                 (p, leaf): self.arrays[p].write(
-                    held[p, leaf], results[p][leaf], at, travels=True
+                    retained[p, leaf], results[p][leaf], at, travels=True
                 )
                 for p, leaf in targets
             }
             # The next turn waits, or XLA may begin all reads before the first write.
             next_ones = {*sources, *after[0], *after[1]} - {*targets}
-            waiting = {x: held[x] for x in sorted(next_ones)}
+            pending = {x: retained[x] for x in sorted(next_ones)}
             # One barrier on all: the read of a buffer ends before a later write of it
             # begins, or XLA copies the whole buffer.
-            new_pages, written, waiting, on_device = barrier(
-                (new_pages, written, waiting, on_device)
+            new_pages, written, pending, on_device = barrier(
+                (new_pages, written, pending, on_device)
             )
-            fetched |= new_pages
-            held |= written | waiting
+            loaded |= new_pages
+            retained |= written | pending
         by_array = lambda x: {
             p: tuple([x[p, leaf] for leaf in leaves]) for p in self.exchanged
         }
-        return current | on_device | by_array(held), by_array(fetched)
+        return current | on_device | by_array(retained), by_array(loaded)
 
     def _turns(self) -> list[tuple[list[_Item], list[_Item]]]:
         """Returns the arrays that each turn reads, and the others that it writes.
@@ -183,17 +187,17 @@ class Exchange:
             GPU_HAS_STREAMS_BY_DIRECTION or count == 1
         ):
             return [halves, (halves[1], halves[0])]
-        following = dict(zip(exchanged, exchanged[1:] + exchanged[:1], strict=True))
+        next_item = dict(zip(exchanged, exchanged[1:] + exchanged[:1], strict=True))
         other = lambda p, leaf: (
-            (following[p], 0) if count == 1 else (p, (leaf + count // 2) % count)
+            (next_item[p], 0) if count == 1 else (p, (leaf + count // 2) % count)
         )
         return [
             ([(p, leaf)], [other(p, leaf)]) for p in exchanged for leaf in range(count)
         ]
 
 
-def fenced(values: Sequence[Value], chosen: Sequence[bool]) -> list[Value]:
+def fenced(values: Sequence[Value], subset: Sequence[bool]) -> list[Value]:
     """Puts one barrier on the chosen values."""
-    passed = iter(barrier(list(itertools.compress(values, chosen))))
-    pairs = zip(values, chosen, strict=True)
+    passed = iter(barrier(list(itertools.compress(values, subset))))
+    pairs = zip(values, subset, strict=True)
     return [next(passed) if is_chosen else x for x, is_chosen in pairs]

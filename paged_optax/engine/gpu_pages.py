@@ -8,7 +8,7 @@ kernel transfers.
 import dataclasses
 import math
 
-from paged_optax.codecs import Codec, axis_of_blocks, codes_of, codes_per_word
+from paged_optax.codecs import Codec, axis_of_blocks, codes_per_word, get_codes
 from paged_optax.engine.pages import (
     LEAST_PAGE,
     MOST_INDEX,
@@ -53,24 +53,24 @@ def in_rows(
             return dataclasses.replace(single(shape), refused=TOO_LONG)
         rows, units, unit = values // columns, [1], 1
         view = rows, columns
-    axis, extent, bytes_each = 0, rows, columns * itemsize
+    axis, axis_size, bytes_each = 0, rows, columns * itemsize
     if unit * bytes_each > page_size and values < MOST_INDEX:
         if all(flat):
             units, unit = flat, math.lcm(*flat)
-            view, extent, bytes_each = (values,), values, itemsize
+            view, axis_size, bytes_each = (values,), values, itemsize
         elif all(axis_of_blocks(x.codec) == -2 or x.block == 1 for x in moments):
-            axis, extent, bytes_each = 1, columns, rows * itemsize
+            axis, axis_size, bytes_each = 1, columns, rows * itemsize
             units = [codes_per_word(x.codec, -1) for x in moments]
             unit = math.lcm(*units)
-    size, count = page_entries(extent, unit, bytes_each, page_size)
+    size, count = page_entries(axis_size, unit, bytes_each, page_size)
     if count == 1:
         return single(shape)  # too few rows for whole blocks
     if len(set(units)) > 1:
-        unit = math.gcd(unit, extent)  # without blocks, a unit must divide the axis
+        unit = math.gcd(unit, axis_size)  # without blocks, a unit must divide the axis
     return Pages(shape, view, axis, size, count, unit=unit)
 
 
-def _fastest_page(size_of_leaf: int, page_size: int) -> int:
+def _fastest_page(leaf_bytes: int, page_size: int) -> int:
     r"""Returns the page size, in bytes, with which a leaf is updated soonest.
 
     .. math::
@@ -84,16 +84,16 @@ def _fastest_page(size_of_leaf: int, page_size: int) -> int:
     :math:`r t` is 1 MiB, which is assumed of every GPU. Pages are no smaller than
     without latency, see `page_size_in`.
     """
-    size = min(-(-size_of_leaf // FEWEST), math.isqrt(size_of_leaf * LEAST_PAGE))
-    return min(page_size, max(size, page_size_in(size_of_leaf, page_size)))
+    size = min(-(-leaf_bytes // FEWEST), math.isqrt(leaf_bytes * LEAST_PAGE))
+    return min(page_size, max(size, page_size_in(leaf_bytes, page_size)))
 
 
-def _folded(values: int, unit: int, most: int) -> int:
+def _folded(values: int, unit: int, maximum: int) -> int:
     """Returns columns for a vector of too many values to count; 0 if none fit.
 
     They are a multiple of the unit. A unit of 0: the codec stores no flat vector.
     """
-    columns = range(unit, most + 1, unit) if unit else ()
+    columns = range(unit, maximum + 1, unit) if unit else ()
     exact = (n for n in columns if values % n == 0 and values // n < MOST_INDEX)
     return next(exact, 0)
 
@@ -112,8 +112,8 @@ def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
     """Returns the fewest values of the flat moment in whole blocks; 0: never flat."""
     if codec is None:
         return 1
-    codes = codes_of(codec.stored(shape)).shape
-    joined, left = divmod(math.prod(shape), max(1, math.prod(codes)))
+    codes = get_codes(codec.stored(shape)).shape
+    merged, left = divmod(math.prod(shape), max(1, math.prod(codes)))
     if left or axis_of_blocks(codec) == -2 or codes_per_word(codec, -2) > 1:
         return 0
-    return math.lcm(codec.block, joined)
+    return math.lcm(codec.block, merged)

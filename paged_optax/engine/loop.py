@@ -40,7 +40,7 @@ from paged_optax.backend.platforms import (
 )
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.codecs import Codec, Noise
-from paged_optax.codecs.codec import strides_of
+from paged_optax.codecs.codec import get_strides
 from paged_optax.engine.exchange import Exchange, fenced, isolated
 from paged_optax.engine.paged_array import (
     Buffers,
@@ -88,7 +88,7 @@ class Loop:
       leaf: A leaf's program.
       pages: The cut of the leaf.
       arrays: The arrays of a leaf.
-      random_words: For each result the random words of stochastic rounding, or None.
+      random_bits: For each result the random words of stochastic rounding, or None.
       start: Offset in the flattened leaf of this shard's first value; None: 0.
       leaf_count: Number of leaves that share pages.
     """
@@ -96,7 +96,7 @@ class Loop:
     leaf: LeafProgram
     pages: Pages
     arrays: Sequence[PagedArray]
-    random_words: Sequence[UInt32[Array, "2"] | None]
+    random_bits: Sequence[UInt32[Array, "2"] | None]
     start: UInt32[Array, ""] | None
     leaf_count: int = 1
 
@@ -121,7 +121,7 @@ class Loop:
         """True if pages travel both ways at the same time."""
         written = sum([self.arrays[p].streamed for p in self.targets])
         alike = len(self.exchanged) == written
-        return alike and self.pages.both_ways(written * self.leaf_count)
+        return alike and self.pages.bidirectional(written * self.leaf_count)
 
     def __call__(
         self, buffers: Sequence[LeafBuffers], trip_count: Int[Array, ""] | None
@@ -132,19 +132,19 @@ class Loop:
           buffers: The buffers of each array, of each leaf that has its own.
           trip_count: 1 to run, 0 to skip; None always runs.
         """
-        arguments = tuple(buffers), tuple([buffers[p] for p in self.targets])
+        args = tuple(buffers), tuple([buffers[p] for p in self.targets])
         ranges = self.pages.ranges
         # A single loop isolates the leaf by itself.
         looped = len(ranges) == 1 and self.pages.count > 1
         loop_isolates = looped and not self.coded and not self.duplex
         if trip_count is None and (loop_isolates or not self.pages.isolated):
-            return self._all_pages(*arguments)
+            return self._all_pages(*args)
         # A GPU fuses nothing in an uninlined call outside of loops.
         in_loops = not self.pages.tiled and all(
             not equal.single and (not self.duplex or self._pieces_of(equal) > 1)
             for equal in ranges
         )
-        return isolated(self._all_pages, trip_count, in_loops)(*arguments)
+        return isolated(self._all_pages, trip_count, in_loops)(*args)
 
     def _pieces_of(self, equal: Page) -> int:
         """Returns the number of pieces of the first and of the last page."""
@@ -183,9 +183,9 @@ class Loop:
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition],
         ) -> tuple[Int[Array, ""], ByPosition]:
-            number, changing = carry
-            changed = self._page(self.pages.at(equal, number), constant | changing)
-            return number + equal.step, {p: changed[p] for p in self.targets}
+            index, changing = carry
+            changed = self._page(self.pages.at(equal, index), constant | changing)
+            return index + equal.step, {p: changed[p] for p in self.targets}
 
         start = jnp.int32(0), {p: current[p] for p in self.targets}
         _, changing = lax.while_loop(
@@ -222,24 +222,24 @@ class Loop:
         ) -> tuple[Int[Array, ""], ByPosition, FetchedByPosition]:
             # It counts turns: a row, which grows in its own place, would be copied, and
             # reads of the next page would wait until this one is written.
-            turn, changing, page = carry
-            number = turn * step
-            at, following = address(number), address(number + step)
+            iteration, changing, page = carry
+            index = iteration * step
+            at, next_item = address(index), address(index + step)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
             changed = self._write(at, buffers, results, travels=False)
-            more = number < last if once else None
-            changed, page = exchange(changed, results, at, following, page, more)
-            return turn + 1, {p: changed[p] for p in self.targets}, page
+            more = index < last if once else None
+            changed, page = exchange(changed, results, at, next_item, page, more)
+            return iteration + 1, {p: changed[p] for p in self.targets}, page
 
-        def fetch(turn: Index) -> FetchedByPosition:
-            at = address(np.int32(0) + turn * piece_step, pieces)
+        def fetch(iteration: Index) -> FetchedByPosition:
+            at = address(np.int32(0) + iteration * piece_step, pieces)
             return self._fetch(at, current, self.exchanged)
 
         def write(
-            turn: Index, changing: ByPosition, page: FetchedByPosition
+            iteration: Index, changing: ByPosition, page: FetchedByPosition
         ) -> ByPosition:
-            at = address(last + turn * piece_step, pieces)
+            at = address(last + iteration * piece_step, pieces)
             buffers = constant | changing
             changed = self._write(at, buffers, self._compute(at, buffers, page))
             return {p: changed[p] for p in self.targets}
@@ -282,12 +282,12 @@ class Loop:
         """Computes the encoded results of a page; `page`: its fetched buffers."""
         # Noise depends on the offset of the page's first value in the flattened leaf.
         offset = jnp.uint32(0) if self.start is None else self.start
-        strides = strides_of(self.pages.view)
+        strides = get_strides(self.pages.view)
         for start, stride in zip(self.pages.starts(at), strides, strict=True):
             offset += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
         noise = [
             None if words is None else Noise(words, offset, strides)
-            for words in self.random_words
+            for words in self.random_bits
         ]
         # A fence separates fetched pages from the computation. On a TPU the results
         # then take over the pages that were read (16 leaves of 4096x4096, 8 MiB pages,
@@ -303,9 +303,9 @@ class Loop:
             results = self._results(stored, at, noise, self.leaf_count)
         else:
             # A short program is compiled for each leaf, and nothing is copied.
-            of_leaf = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
+            leaf_value = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
             by_leaf = [
-                self._results([of_leaf(x, leaf) for x in stored], at, noise, 1)
+                self._results([leaf_value(x, leaf) for x in stored], at, noise, 1)
                 for leaf in range(self.leaf_count)
             ]
             results = [
@@ -340,8 +340,8 @@ class Loop:
                 inputs += _by_pages(parts, array, array.as_stored(x[0], seen), False)
         if self.coded:
             inputs = on_cpu(barrier, inputs)
-        joined = self.pages.page(at.size, leaf_count) if program.elementwise else None
-        results = program(inputs, joined)
+        merged = self.pages.page(at.size, leaf_count) if program.elementwise else None
+        results = program(inputs, merged)
         if self.coded:
             # A fence around the update makes the codes of a page equal to those of the
             # whole leaf: XLA:CPU contracts products and sums as they are fused. A TPU
@@ -380,8 +380,8 @@ def _by_pages(pages: Pages, array: PagedArray, x: Stored, encode: bool) -> Buffe
     plain = jax.ShapeDtypeStruct(pages.leaf, jnp.float32)
     stored = array.codec.stored(pages.leaf)
     arrays = (
-        PagedArray.of(plain, pages, None, False),
-        PagedArray.of(stored, pages, array.codec, False),
+        PagedArray.create(plain, pages, None, False),
+        PagedArray.create(stored, pages, array.codec, False),
     )
     source, target = arrays if encode else arrays[::-1]
     same = Program(1, (), (0,), elementwise=True)

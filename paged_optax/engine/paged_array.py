@@ -51,7 +51,7 @@ class PagedArray:
     parts: tuple[PagedBuffer, ...]
 
     @classmethod
-    def of(
+    def create(
         cls,
         x: PyTree[ArrayOrShape],
         pages: Pages,
@@ -64,12 +64,12 @@ class PagedArray:
         # A whole array may have fewer axes than the leaf: a single value.
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
         ratios = _ratios_of_codes(codec, pages) if cut else ()
-        first = PagedBuffer.of(codes, pages, on_host, ratios)
+        first = PagedBuffer.create(codes, pages, on_host, ratios)
         if scales is None:
             return cls(codec, (first,))
         assert codec is not None
         ratios = _ratios_of_scales(codec, pages) if cut else ()
-        second = PagedBuffer.of(scales, pages, on_host, ratios, are_scales=True)
+        second = PagedBuffer.create(scales, pages, on_host, ratios, are_scales=True)
         # Preloaded scales are few. Stacking many scales on the device would copy them.
         if leaf_count > 1 and second.preloaded and not pages.tiled:
             second = dataclasses.replace(second, stacked_leaves=leaf_count)
@@ -242,8 +242,8 @@ def _along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int:
 
 def _ratios_of_codes(codec: Codec | None, pages: Pages) -> tuple[tuple[int, int], ...]:
     values = values_per_entry(codec, pages.leaf)[-len(pages.view) :]
-    joined = len(pages.view) - len(values)
-    return (*[(1, 1)] * joined, *[(1, n) for n in values])
+    merged = len(pages.view) - len(values)
+    return (*[(1, 1)] * merged, *[(1, n) for n in values])
 
 
 def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]:

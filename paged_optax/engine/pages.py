@@ -137,14 +137,14 @@ class Pages:
         return math.prod(self.page(self.size)) if self.view else 1
 
     @property
-    def extent(self) -> int:
+    def axis_size(self) -> int:
         """Entries along the axis that is cut."""
         return self.view[self.axis] if self.view else 1
 
     @property
     def sizes(self) -> set[int]:
         """Sizes of the full pages and of the last page."""
-        return {self.size, self.extent % self.size or self.size}
+        return {self.size, self.axis_size % self.size or self.size}
 
     def page(self, size: int, leaf_count: int = 1) -> tuple[int, ...]:
         """Returns the shape of `size` entries of each of `leaf_count` leaves."""
@@ -156,8 +156,8 @@ class Pages:
     def ranges(self) -> list[Page]:
         """The full pages, and the smaller last one."""
         if self.count <= 1:
-            return [Page(np.int32(0), self.extent)]
-        full, left = divmod(self.extent, self.size)
+            return [Page(np.int32(0), self.axis_size)]
+        full, left = divmod(self.axis_size, self.size)
         step = self.size // self.unit
         whole = Page(np.int32(0), self.size, stop=full * step, step=step)
         ranges = [whole] if full else []
@@ -166,13 +166,13 @@ class Pages:
             ranges.append(Page(np.int32(start), left, np.int32(start // self.unit)))
         return ranges
 
-    def at(self, equal: Page, number: Index, pieces: int = 1) -> Page:
+    def at(self, equal: Page, index: Index, pieces: int = 1) -> Page:
         """Returns the page at a value of the variable of a loop over equal pages."""
         if equal.start:  # the last page
             return equal
         # XLA:GPU follows only addresses that are linear in the loop's variable.
-        start = number if self.unit == 1 else number * np.int32(self.unit)
-        return Page(start, equal.size // pieces, number)
+        start = index if self.unit == 1 else index * np.int32(self.unit)
+        return Page(start, equal.size // pieces, index)
 
     def starts(self, page: Page) -> tuple[Index, ...]:
         """Returns a page's first entry along every axis of `view`."""
@@ -181,7 +181,7 @@ class Pages:
             starts[self.axis] = page.start
         return tuple(starts)
 
-    def both_ways(self, travelling: int) -> bool:
+    def bidirectional(self, travelling: int) -> bool:
         """Returns whether one page is read while another is written.
 
         `travelling` counts the moments on the host, over all leaves that share pages.
@@ -192,14 +192,14 @@ class Pages:
             return True
         # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
         # Strips are transferred by kernels, which wait for each other.
-        looped = self.extent // self.size > 2 and not self.axis
+        looped = self.axis_size // self.size > 2 and not self.axis
         return looped and GPU_FETCHES_AHEAD
 
 
 def single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
     """Returns a leaf that is one page."""
-    extent = shape[0] if shape else 1
-    return Pages(shape, shape, 0, extent, 1, tiled=tiled and len(shape) > 1)
+    axis_size = shape[0] if shape else 1
+    return Pages(shape, shape, 0, axis_size, 1, tiled=tiled and len(shape) > 1)
 
 
 def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int | None:
@@ -212,20 +212,20 @@ def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int 
     return axes[0]
 
 
-def page_size_in(size_of_leaf: int, page_size: int) -> int:
+def page_size_in(leaf_bytes: int, page_size: int) -> int:
     """Returns the page size, in bytes, for a leaf of this many bytes."""
-    count = min(_PAGES, max(1, size_of_leaf // LEAST_PAGE))
-    return min(page_size, -(-size_of_leaf // count))
+    count = min(_PAGES, max(1, leaf_bytes // LEAST_PAGE))
+    return min(page_size, -(-leaf_bytes // count))
 
 
 def page_entries(
-    extent: int, unit: int, bytes_each: int, page_size: int
+    axis_size: int, unit: int, bytes_each: int, page_size: int
 ) -> tuple[int, int]:
     """Returns the entries of a page, and the number of pages."""
     largest = max(unit, page_size // bytes_each // unit * unit)
-    fewest = -(-extent // largest)
+    fewest = -(-axis_size // largest)
     for count in range(fewest, 2 * fewest + 1):
-        if extent % count == 0 and extent // count % unit == 0:
-            return extent // count, count
-    size = -(-extent // (fewest * unit)) * unit
-    return size, -(-extent // size)
+        if axis_size % count == 0 and axis_size // count % unit == 0:
+            return axis_size // count, count
+    size = -(-axis_size // (fewest * unit)) * unit
+    return size, -(-axis_size // size)

@@ -60,16 +60,18 @@ class Shards:
     axes: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, sharding: Sharding | None, shape: tuple[int, ...]) -> "Shards | None":
+    def create(
+        cls, sharding: Sharding | None, shape: tuple[int, ...]
+    ) -> "Shards | None":
         """Reads a sharding; None if it divides nothing."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return None
         if AxisType.Manual in getattr(sharding.mesh, "axis_types", ()):
             return None  # inside a `shard_map`, whose arrays are shards
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        whole = None, PartitionSpec.UNCONSTRAINED
+        full = None, PartitionSpec.UNCONSTRAINED
         axes = tuple(
-            () if entry in whole else entry if isinstance(entry, tuple) else (entry,)
+            () if entry in full else entry if isinstance(entry, tuple) else (entry,)
             for entry in entries
         )
         shards = cls(sharding.mesh, axes)
@@ -79,7 +81,7 @@ class Shards:
     @classmethod
     def of_array(cls, x: ArrayOrShape) -> "Shards | None":
         """Reads the sharding of an array, or of a `ShapeDtypeStruct`."""
-        return cls.of(getattr(x, "sharding", None), x.shape)
+        return cls.create(getattr(x, "sharding", None), x.shape)
 
     @property
     def divisions(self) -> tuple[int, ...]:
@@ -139,12 +141,12 @@ class Shards:
         )
         if not isinstance(stored, Quantized):
             return grown(stored, self.divisions)
-        first, *others = self.divisions
+        first, *remaining = self.divisions
         scales = stored.scales
         if axis_of_blocks(codec) is not None:
             scales = grown(scales, self.divisions)
         elif self.has_rows:
-            shape = (math.prod(others), first * scales.shape[0])
+            shape = (math.prod(remaining), first * scales.shape[0])
             scales = jax.ShapeDtypeStruct(shape, scales.dtype)
         else:
             scales = grown(scales, (first,))
@@ -158,8 +160,8 @@ class Shards:
             if codec is None and len(x.shape) == len(self.axes):
                 return self.spec if self.local(x.shape) == local else PartitionSpec()
             return PartitionSpec() if codec is None else self.spec
-        first, *others = self.axes
-        names = tuple(name for names in others for name in names)
+        first, *remaining = self.axes
+        names = tuple(name for names in remaining for name in names)
         if axis_of_blocks(codec) is not None:
             scales = self.spec
         else:
@@ -175,7 +177,7 @@ def on_shards(
     local: tuple[int, ...],
     results: Sequence[ResultLike],
     trip_count: Int[Array, ""] | None = None,
-    random_words: PyTree[UInt32[Array, "2"]] = None,
+    random_bits: PyTree[UInt32[Array, "2"]] = None,
 ) -> tuple[PyTree[Array], ...]:
     """Calls a function on every device, with its shards of a leaf's arrays.
 
@@ -190,7 +192,7 @@ def on_shards(
       results: For each result the position of an array of its kind, or its codec and
         its encoded shapes.
       trip_count: Passed on, replicated.
-      random_words: The random words of stochastic rounding, replicated.
+      random_bits: The random words of stochastic rounding, replicated.
 
     Returns:
       The results, whole.
@@ -227,8 +229,8 @@ def on_shards(
             with_scales(codec, x, lambda scales: scales.reshape(-1))
             for codec, x in zip(codecs, arrays, strict=True)
         )
-        trip_count, random_words = scalars
-        words = jax.tree.map(lambda x: x + part, random_words)
+        trip_count, random_bits = scalars
+        words = jax.tree.map(lambda x: x + part, random_bits)
         new = function(arrays, trip_count, words, start)
         if not shards.has_rows:
             return tuple(new)
@@ -247,7 +249,7 @@ def on_shards(
         # With the check, replicated values, such as a step's number, must be cast
         # before they meet a shard's values (jax 0.12.0.1).
         check_vma=False,
-    )(arrays, (trip_count, random_words))
+    )(arrays, (trip_count, random_bits))
 
 
 def constrained(x: Array, shards: Shards | None) -> Array:

@@ -71,7 +71,7 @@ _CODED_PAGES = 16 * 2**20
 # A page costs XLA:GPU about ten kernels, at any size. Larger pages are cheap next to
 # the layers' weights on the device (`paged_optax.layerwise.layer_optimizer`). A page
 # that does not travel may exceed `page_size` by this factor.
-_LARGER_ON_DEVICE = 16
+_DEVICE_FACTOR = 16
 
 # A CPU has no link, and XLA:CPU runs a loop over pages in one thread: on two cores
 # AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). A CPU updates a leaf whole,
@@ -161,28 +161,28 @@ def cut(
     at_most = lambda leaf_count: -(-like_leaves // -(-like_leaves // leaf_count))
     on_tpu = share(page_size, in_tiles, at_least(alternate))
     if in_blocks:
-        least = at_most(_CODED_LEAVES)
+        minimum = at_most(_CODED_LEAVES)
         smallest = min(page_size, _CODED_PAGES // max(2, len(moments)))
-        largest = page_size if on_host else _LARGER_ON_DEVICE * page_size
+        largest = page_size if on_host else _DEVICE_FACTOR * page_size
         larger = max(smallest, min(largest, spare_bytes))
-        on_gpu, page_size = share(larger, rows, least), smallest
+        on_gpu, page_size = share(larger, rows, minimum), smallest
     else:
         # Serial pages need no other leaf.
-        least, most = at_least(alternate if GPU_FETCHES_AHEAD else 1), page_size
-        size_of_leaf = math.prod(shape) * max([x.itemsize for x in moments])
-        in_pages = size_of_leaf >= 2 * LEAST_PAGE and GPU_HAS_STREAMS_BY_DIRECTION
+        minimum, maximum = at_least(alternate if GPU_FETCHES_AHEAD else 1), page_size
+        leaf_bytes = math.prod(shape) * max([x.itemsize for x in moments])
+        in_pages = leaf_bytes >= 2 * LEAST_PAGE and GPU_HAS_STREAMS_BY_DIRECTION
         if by_latency and in_pages and alternate == 1 and not converted:
-            least = at_most(max(1, min(_FEW_LEAVES, _FEW_BYTES // size_of_leaf)))
-            if least > 1:
-                most = min(page_size, least * -(-size_of_leaf // FEWEST))
-        on_gpu = share(most, rows, least)
+            minimum = at_most(max(1, min(_FEW_LEAVES, _FEW_BYTES // leaf_bytes)))
+            if minimum > 1:
+                maximum = min(page_size, minimum * -(-leaf_bytes // FEWEST))
+        on_gpu = share(maximum, rows, minimum)
     # XLA may compute leaves that are not isolated at once: they are small, or there is
     # memory.
     little = in_blocks and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNISOLATED
     if not on_host and (little or (spare_bytes and not isolate)):
         on_gpu = dataclasses.replace(on_gpu, isolated=False)
-    whole = page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)
-    one_page = whole and not in_blocks and not on_gpu.refused
+    full = page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)
+    one_page = full and not in_blocks and not on_gpu.refused
     on_cpu = single(shape) if one_page else rows(shape, moments, page_size)
     return Geometry(on_gpu, on_tpu, on_cpu)
 
@@ -193,22 +193,22 @@ def _shared(
     like_leaves: int,
     page_size: int,
     in_pages: Callable[[tuple[int, ...], tuple[MomentFormat, ...], int], Pages],
-    least: int,
+    minimum: int,
 ) -> Pages:
-    """Cuts leaves of which at least `least` share pages, or more if they are small."""
+    """Cuts leaves of which `minimum` share pages, or more if they are small."""
     unshared = in_pages(shape, moments, page_size)
     itemsize = max([x.itemsize for x in moments])
-    size_of_leaf = math.prod(shape) * itemsize
-    if like_leaves == 1 or not shape or not 0 < size_of_leaf <= _LARGEST_LEAF:
+    leaf_bytes = math.prod(shape) * itemsize
+    if like_leaves == 1 or not shape or not 0 < leaf_bytes <= _LARGEST_LEAF:
         return unshared
     page_size = min(page_size, SHARED_PAGE)
-    pages = in_pages(shape, moments, max(1, page_size // least))
+    pages = in_pages(shape, moments, max(1, page_size // minimum))
     page_bytes = pages.entries * itemsize
-    most = 1
+    maximum = 1
     if pages.count == 1:
-        most = min(_MOST_LEAVES, min(page_size, SMALL_PAGE) // page_bytes)
+        maximum = min(_MOST_LEAVES, min(page_size, SMALL_PAGE) // page_bytes)
     # The leaves of the largest of several even groups.
-    leaf_count = -(-like_leaves // -(-like_leaves // max(least, most)))
+    leaf_count = -(-like_leaves // -(-like_leaves // max(minimum, maximum)))
     too_large = page_bytes * leaf_count > 2 * page_size
     joins = all(_joins(x, pages, leaf_count) for x in moments)
     if leaf_count == 1 or too_large or not joins:

@@ -45,7 +45,7 @@ Arrays = tuple[Stored, ...]
 def stream(
     leaves: tuple[Arrays, ...],
     trip_count: Int[Array, ""] | None = None,
-    random_words: tuple[UInt32[Array, "2"] | None, ...] | None = None,
+    random_bits: tuple[UInt32[Array, "2"] | None, ...] | None = None,
     *,
     leaf: LeafProgram,
     geometry: Geometry,
@@ -59,7 +59,7 @@ def stream(
         (scalars) are shared by all leaves, and every page gets them whole.
       trip_count: 1 to update the leaves; 0 to skip them, moving nothing. None always
         updates.
-      random_words: For each result the random words of stochastic rounding, or None.
+      random_bits: For each result the random words of stochastic rounding, or None.
       leaf: The program, and the storage of a leaf's arrays.
       geometry: The cut of a leaf, or of one shard of it.
       shards: The division of a leaf over a mesh: each device pages its own shard.
@@ -72,14 +72,16 @@ def stream(
     if shards is not None:
         update = functools.partial(_stream_on_mesh, shards=shards)
 
-    def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
+    def run(
+        pages: Pages, leaves: tuple[Arrays, ...], *remaining: PyTree
+    ) -> list[Arrays]:
         new = [
-            update(leaves[group], *others, leaf=leaf, pages=pages)
+            update(leaves[group], *remaining, leaf=leaf, pages=pages)
             for group in sharing(pages, len(leaves))
         ]
         return list(itertools.chain(*new))
 
-    return _by_backend(run, geometry)(leaves, trip_count, random_words)
+    return _by_backend(run, geometry)(leaves, trip_count, random_bits)
 
 
 def _by_backend(
@@ -87,20 +89,20 @@ def _by_backend(
 ) -> Callable[..., Results]:
     """Returns `run` with the pages of the backend that it is lowered for."""
     default = functools.partial(run, geometry.gpu)
-    others = {
+    remaining = {
         name: functools.partial(run, pages)
         for name, pages in (("tpu", geometry.tpu), ("cpu", geometry.cpu))
         if pages != geometry.gpu
     }
-    if not others:
+    if not remaining:
         return default
-    return functools.partial(lax.platform_dependent, default=default, **others)
+    return functools.partial(lax.platform_dependent, default=default, **remaining)
 
 
 def _stream(
     leaves: tuple[Arrays, ...],
     trip_count: Int[Array, ""] | None,
-    random_words: tuple[UInt32[Array, "2"] | None, ...] | None,
+    random_bits: tuple[UInt32[Array, "2"] | None, ...] | None,
     start: UInt32[Array, ""] | None = None,
     *,
     leaf: LeafProgram,
@@ -108,19 +110,19 @@ def _stream(
 ) -> list[Arrays]:
     """Updates leaves that share pages; `start`: see `Loop`."""
     arrays = [
-        PagedArray.of(x, pages, codec, on_host(x), len(leaves))
+        PagedArray.create(x, pages, codec, on_host(x), len(leaves))
         for x, codec in zip(leaves[0], leaf.codecs, strict=True)
     ]
     buffers = [
         tuple(map(array.open, of_leaves if array.paged else of_leaves[:1]))
         for array, of_leaves in zip(arrays, zip(*leaves, strict=True), strict=True)
     ]
-    words = random_words or (None,) * len(leaf.overwrites)
+    words = random_bits or (None,) * len(leaf.overwrites)
     loop = Loop(leaf, pages, arrays, words, start, len(leaves))
     new = dict(zip(loop.targets, loop(buffers, trip_count), strict=True))
     return [
-        tuple([arrays[p].close(new[p][number]) for p in leaf.overwrites])
-        for number in range(len(leaves))
+        tuple([arrays[p].close(new[p][index]) for p in leaf.overwrites])
+        for index in range(len(leaves))
     ]
 
 
@@ -132,7 +134,7 @@ _stream_jitted = jax.jit(_stream, static_argnames=("leaf", "pages"))
 def _stream_on_mesh(
     leaves: tuple[Arrays, ...],
     trip_count: Int[Array, ""] | None,
-    random_words: tuple[UInt32[Array, "2"] | None, ...] | None,
+    random_bits: tuple[UInt32[Array, "2"] | None, ...] | None,
     *,
     leaf: LeafProgram,
     pages: Pages,
@@ -142,9 +144,9 @@ def _stream_on_mesh(
     count, size = len(leaf.codecs), len(leaf.overwrites)
     arrays = tuple(itertools.chain(*leaves))
 
-    def on_shard(arrays: Arrays, *others: PyTree[Array]) -> tuple[Stored, ...]:
+    def on_shard(arrays: Arrays, *remaining: PyTree[Array]) -> tuple[Stored, ...]:
         parts = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
-        new = _stream(parts, *others, leaf=leaf, pages=pages)
+        new = _stream(parts, *remaining, leaf=leaf, pages=pages)
         return tuple(itertools.chain(*new))
 
     new = on_shards(
@@ -155,7 +157,7 @@ def _stream_on_mesh(
         pages.leaf,
         [i + p for i in range(0, len(arrays), count) for p in leaf.overwrites],
         trip_count,
-        random_words,
+        random_bits,
     )
     return [new[i : i + size] for i in range(0, len(new), size)]
 
@@ -166,7 +168,7 @@ def _stream_on_mesh(
 )
 def fill(
     arrays: tuple[Array, ...],
-    random_words: UInt32[Array, "2"] | None = None,
+    random_bits: UInt32[Array, "2"] | None = None,
     *,
     program: Program,
     geometry: Geometry,
@@ -180,7 +182,7 @@ def fill(
 
     Args:
       arrays: The program's arguments.
-      random_words: The random words of stochastic rounding, or None.
+      random_bits: The random words of stochastic rounding, or None.
       program: The computation of a page; its only result is the leaf.
       geometry: The cut of the leaf, or of one shard of it.
       dtype: The leaf's dtype, as the program computes it.
@@ -197,19 +199,19 @@ def fill(
         pages: Pages,
         arrays: tuple[Array, ...],
         trip_count: None,
-        random_words: UInt32[Array, "2"] | None,
+        random_bits: UInt32[Array, "2"] | None,
         start: UInt32[Array, ""] | None,
     ) -> tuple[Stored]:
         stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
         if codec is not None:
             stored = codec.stored(pages.leaf)
-        inputs = [PagedArray.of(x, pages, None, on_host(x)) for x in arrays]
+        inputs = [PagedArray.create(x, pages, None, on_host(x)) for x in arrays]
         buffers = [(one.open(x),) for one, x in zip(inputs, arrays, strict=True)]
-        target = PagedArray.of(stored, pages, codec, host).staged()
+        target = PagedArray.create(stored, pages, codec, host).staged()
         every = [*inputs, target]
         codecs = *[None] * len(inputs), codec
         filled = LeafProgram(program, (len(arrays),), codecs)
-        loop = Loop(filled, pages, every, [random_words], start)
+        loop = Loop(filled, pages, every, [random_bits], start)
         empty = varying(target.empty(), axes)
         ((new,),) = loop([*buffers, (empty,)], trip_count)
         leaf = target.close(new)
@@ -217,7 +219,7 @@ def fill(
 
     fill_pages = _by_backend(run, geometry)
     if shards is None:
-        return fill_pages(arrays, None, random_words, None)[0]
+        return fill_pages(arrays, None, random_bits, None)[0]
     local = geometry.gpu.leaf
     shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
     like = jax.ShapeDtypeStruct(shape, dtype)
@@ -228,6 +230,6 @@ def fill(
         [None] * len(arrays),
         local,
         [(codec, shards.stored(codec, shape) if codec else like)],
-        random_words=random_words,
+        random_bits=random_bits,
     )
     return leaf

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from paged_optax.backend import tiling
-from paged_optax.codecs import axis_of_blocks, codes_of, values_per_entry
+from paged_optax.codecs import axis_of_blocks, get_codes, values_per_entry
 from paged_optax.engine.pages import (
     CODEC_PAGE,
     MOST_INDEX,
@@ -32,11 +32,11 @@ def in_tiles(
 ) -> Pages:
     """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max([x.itemsize for x in moments])
-    asked, size_of_leaf = page_size, math.prod(shape) * itemsize
+    requested, leaf_bytes = page_size, math.prod(shape) * itemsize
     if any(x.block > 1 for x in moments):
         page_size = min(page_size, CODEC_PAGE)
-    page_size = page_size_in(size_of_leaf, page_size)
-    if size_of_leaf <= page_size:
+    page_size = page_size_in(leaf_bytes, page_size)
+    if leaf_bytes <= page_size:
         return single(shape, tiled=True)
     larger: list[Pages] = []
     views = list(_views(shape))
@@ -59,7 +59,7 @@ def in_tiles(
     if larger:
         return min(larger, key=lambda pages: pages.entries)
     one_page = single(shape, tiled=True)
-    if size_of_leaf <= max(asked, 2 * CODEC_PAGE):
+    if leaf_bytes <= max(requested, 2 * CODEC_PAGE):
         return one_page
     return dataclasses.replace(one_page, refused=_reason(moments, shape))
 
@@ -80,8 +80,8 @@ def _reason(moments: tuple[MomentFormat, ...], shape: tuple[int, ...]) -> str:
         if len(shape) < 2:
             pad = "make it a matrix, or store it without a codec"
         return f"a TPU slices no bytes in host memory, and its codes are bytes: {pad}"
-    ends = "a tile and with a block" if block > 1 else "a tile"
-    return f"a TPU slices whole tiles, and no page of it ends with {ends}: {pad}"
+    boundary = "a tile and with a block" if block > 1 else "a tile"
+    return f"a TPU slices whole tiles, and no page of it ends with {boundary}: {pad}"
 
 
 def _views(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -93,8 +93,8 @@ def _views(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
         yield shape, lanes
     for axes in range(len(shape) - 1, 1, -1):
         if tiling.view_layout(shape, axes) is not None:
-            joined = len(shape) - axes + 1
-            yield (math.prod(shape[:joined]), *shape[joined:]), 0
+            merged = len(shape) - axes + 1
+            yield (math.prod(shape[:merged]), *shape[merged:]), 0
 
 
 def _unit(
@@ -134,13 +134,13 @@ def _codes(
     """Returns the shape, itemsize and values an entry of a moment's codes."""
     if moment.codec is None:
         return shape, moment.itemsize, (1,) * len(shape)
-    codes = codes_of(moment.codec.stored(shape))
+    codes = get_codes(moment.codec.stored(shape))
     return codes.shape, codes.dtype.itemsize, values_per_entry(moment.codec, shape)
 
 
 def _has_last(moment: MomentFormat, pages: Pages) -> bool:
     """Returns whether all pages, the last too, are whole blocks and tiles."""
-    axis, left = pages.axis, pages.extent % pages.size
+    axis, left = pages.axis, pages.axis_size % pages.size
     if axis_of_blocks(moment.codec) is None and left and axis:
         after = math.prod(pages.view[axis + 1 :])
         if left * after % moment.block:
@@ -150,22 +150,22 @@ def _has_last(moment: MomentFormat, pages: Pages) -> bool:
     codes, itemsize, packed = _codes(moment, pages.leaf)
     order = tiling.view_layout(codes, len(pages.view), itemsize)
     assert order is not None
-    joined = len(codes) - len(order) + 1
-    view = (math.prod(codes[:joined]), *codes[joined:])
+    merged = len(codes) - len(order) + 1
+    view = (math.prod(codes[:merged]), *codes[merged:])
     per_entry = packed[axis - len(view)] if len(view) > 1 else packed[-1]
     return tiling.can_slice(view, order, axis, pages.size // per_entry, itemsize)
 
 
 def _smallest_remainder(
-    extent: int, unit: int, bytes_each: int, page_size: int
+    axis_size: int, unit: int, bytes_each: int, page_size: int
 ) -> tuple[int, int]:
     """Returns `page_entries`, with the smallest last page.
 
     XLA:TPU compiles the last page separately. A smaller one compiles sooner.
     """
-    size, count = page_entries(extent, unit, bytes_each, page_size)
-    if extent % size:
+    size, count = page_entries(axis_size, unit, bytes_each, page_size)
+    if axis_size % size:
         sizes = range(size // unit * unit, size // 2, -unit)
-        size = min(sizes, key=lambda n: extent % n)
-        count = -(-extent // size)
+        size = min(sizes, key=lambda n: axis_size % n)
+        count = -(-axis_size // size)
     return size, count

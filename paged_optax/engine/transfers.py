@@ -72,7 +72,7 @@ class StackPage:
     shards: Shards | None = None
 
     @classmethod
-    def of(
+    def create(
         cls,
         x: Array | np.ndarray,
         number: Index | int,
@@ -81,13 +81,13 @@ class StackPage:
         shards: Shards | None = None,
     ) -> "StackPage":
         """Describes a part of an array; `at_once`: a loop around moves it."""
-        hosted, pieces = on_host(x), 1
-        first, *others = shards.local(x.shape) if shards else x.shape
+        offloaded, pieces = on_host(x), 1
+        first, *remaining = shards.local(x.shape) if shards else x.shape
         # The array's rows are counted in 32 bits.
-        numbered = bool(others) and first * others[0] < MOST_INDEX
-        if hosted and numbered and not at_once:
-            pieces = pieces_of(size * others[0])
-        return cls(number, size, hosted, pieces, shards)
+        numbered = bool(remaining) and first * remaining[0] < MOST_INDEX
+        if offloaded and numbered and not at_once:
+            pieces = pieces_of(size * remaining[0])
+        return cls(number, size, offloaded, pieces, shards)
 
     def read(self, x: Array | np.ndarray) -> Array:
         """Reads the part into device memory."""
@@ -98,10 +98,10 @@ class StackPage:
 
         def in_pieces(x: Array) -> Array:
             rows, (first, size) = _by_rows(x), self._piece(x)
-            piece = lambda turn: lax.dynamic_slice_in_dim(
-                rows, first(turn), size, allow_negative_indices=False
+            piece = lambda iteration: lax.dynamic_slice_in_dim(
+                rows, first(iteration), size, allow_negative_indices=False
             )
-            read = lambda turn: to_device(piece(turn), self.on_host)
+            read = lambda iteration: to_device(piece(iteration), self.on_host)
             page = read_in_pieces(self.pieces, read)
             return page.reshape(self.size, *x.shape[1:])
 
@@ -117,10 +117,10 @@ class StackPage:
         def in_pieces(x: Array, page: Array) -> Array:
             first, _ = self._piece(x)
 
-            def write(turn: Index, rows: Array, piece: Array) -> Array:
+            def write(iteration: Index, rows: Array, piece: Array) -> Array:
                 piece = to_host(piece, self.on_host)
                 return lax.dynamic_update_slice_in_dim(
-                    rows, piece, first(turn), 0, allow_negative_indices=False
+                    rows, piece, first(iteration), 0, allow_negative_indices=False
                 )
 
             rows = write_in_pieces(self.pieces, write, _by_rows(x), _by_rows(page))
@@ -144,7 +144,10 @@ class StackPage:
         rows = self.size * x.shape[1]
         size = rows // self.pieces
         # XLA:GPU follows only addresses that are linear in the loop's variable.
-        return lambda turn: np.int32(self.number * rows) + turn * np.int32(size), size
+        return (
+            lambda iteration: np.int32(self.number * rows) + iteration * np.int32(size),
+            size,
+        )
 
     def _by_backend(
         self,
@@ -177,7 +180,9 @@ def read_in_pieces(pieces: int, read: Callable[[Index], Pieces]) -> Pieces:
         return read(np.int32(0))
     shapes = jax.eval_shape(read, jnp.int32(0))
 
-    def turn(carry: tuple[Int[Array, ""], Pieces]) -> tuple[Int[Array, ""], Pieces]:
+    def iteration(
+        carry: tuple[Int[Array, ""], Pieces],
+    ) -> tuple[Int[Array, ""], Pieces]:
         number, page = carry
 
         def put(page: Array, new: Array) -> Array:
@@ -190,7 +195,7 @@ def read_in_pieces(pieces: int, read: Callable[[Index], Pieces]) -> Pieces:
         lax.empty((pieces * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x)
     )
     start = jnp.int32(0), jax.tree.map(empty, shapes)
-    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
+    return lax.while_loop(lambda carry: carry[0] < pieces, iteration, start)[1]
 
 
 def write_in_pieces(
@@ -203,7 +208,9 @@ def write_in_pieces(
     if pieces == 1:
         return write(np.int32(0), buffers, page)
 
-    def turn(carry: tuple[Int[Array, ""], Target]) -> tuple[Int[Array, ""], Target]:
+    def iteration(
+        carry: tuple[Int[Array, ""], Target],
+    ) -> tuple[Int[Array, ""], Target]:
         number, buffers = carry
 
         def cut(x: Array) -> Array:
@@ -213,4 +220,4 @@ def write_in_pieces(
         return number + 1, write(number, buffers, jax.tree.map(cut, page))
 
     start = jnp.int32(0), buffers
-    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
+    return lax.while_loop(lambda carry: carry[0] < pieces, iteration, start)[1]

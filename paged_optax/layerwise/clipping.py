@@ -79,8 +79,8 @@ class Clipping:
         square = optax.tree.norm(jax.tree.map(wide, tree), squared=True)
         finite = None
         if self.tests_finite:
-            each = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-            finite = functools.reduce(jnp.logical_and, each, jnp.ones((), jnp.bool_))
+            item = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+            finite = functools.reduce(jnp.logical_and, item, jnp.ones((), jnp.bool_))
         return GradientStats(square.astype(self.dtype), finite)
 
     def clipped(
@@ -132,7 +132,7 @@ class Guard:
     wrapper: IfFinite | None = None
 
     @classmethod
-    def of(cls, tx: optax.GradientTransformation, state: PyTree) -> "Guard":
+    def create(cls, tx: optax.GradientTransformation, state: PyTree) -> "Guard":
         """Removes the wrapper from a transformation and its state.
 
         Raises:
@@ -147,7 +147,7 @@ class Guard:
         """The inner state of a state of the wrapper."""
         return state if self.wrapper is None else self.wrapper.inside(state)
 
-    def refuse_unknown(self, known: bool) -> None:
+    def check_known(self, known: bool) -> None:
         """Raises if layers are updated before all gradients exist."""
         if self.wrapper is not None and not known:
             raise ValueError(

@@ -39,7 +39,7 @@ class UpdateNextStep:
         if isinstance(step.schedule, Overlapped):
             start = step.model.start(
                 *(weights, self._rest(weights.stacks, others), batch),
-                lambda function, *arguments: function(*arguments),
+                lambda function, *args: function(*args),
             )
             layered = step.schedule.optimizer.layered
             pending, partition = _pending(workspace), step.partition
@@ -54,7 +54,7 @@ class UpdateNextStep:
             others = layered.others_with(params, new)
             rest = self._rest(forward.stacks, others)
             zero = step.clipping.zero.square
-            layers = BackwardPass.of(
+            layers = BackwardPass.create(
                 *(step.model, weights, rest, batch, gradient_dtypes(workspace), zero),
                 forward=forward,
             )
@@ -136,7 +136,7 @@ class UpdateNextStep:
         partition = self.step.partition
         leaves = partition.combine(stacks, others)
         params = jax.tree.unflatten(partition.structure, leaves)
-        return Partition.of(params, partition.key).rest
+        return Partition.create(params, partition.key).rest
 
 
 def _pending(workspace: GradientWorkspace) -> Pending:

@@ -42,17 +42,17 @@ def learned(
 
     flat = Flat(jax.make_jaxpr(layer)(weights.stacks, x, context))
     first = len(weights.stacks)
-    chosen = entering[: len(every)]
+    subset = entering[: len(every)]
     while True:
-        inputs = [n for n, yes in enumerate((*chosen, *seen), first) if yes]
+        inputs = [n for n, flag in enumerate((*subset, *seen), first) if flag]
         dependent = flat.dependents([*range(first), *inputs])
         outputs = [
             old or (inexact and not isinstance(new, Constant) and new in dependent)
-            for old, inexact, new in zip(chosen, every, flat.outputs, strict=True)
+            for old, inexact, new in zip(subset, every, flat.outputs, strict=True)
         ]
-        if outputs == chosen:
-            return Learned(chosen, seen)
-        chosen = outputs
+        if outputs == subset:
+            return Learned(subset, seen)
+        subset = outputs
 
 
 def _entering(
@@ -62,13 +62,13 @@ def _entering(
     perturbed: list[bool] = []
     shapes: list[tuple[PyTree, PyTree]] = []
 
-    def watched(number: int, x: ArrayLike) -> ArrayLike:
+    def watched(index: int, x: ArrayLike) -> ArrayLike:
         @jax.custom_vjp
         def watch(x: ArrayLike) -> ArrayLike:
             return x
 
         def forward(x: CustomVJPPrimal) -> tuple[ArrayLike, None]:
-            perturbed[number] = x.perturbed
+            perturbed[index] = x.perturbed
             return x.value, None
 
         watch.defvjp(forward, lambda _, dx: (dx,), symbolic_zeros=True)
@@ -102,20 +102,20 @@ _ROWS = 32
 
 
 def chunked_leaves(
-    prologue: Callable[[Rest, PyTree], PyTree], layered: LayeredState, batch: PyTree
+    run: Callable[[Rest, PyTree], PyTree], layered: LayeredState, batch: PyTree
 ) -> list[int]:
     """Returns the parameters outside the layers that can be updated in chunks."""
     partition = layered.partition
     used_first = partition.combine(
         [True] * partition.in_layers.count(True),
-        partition.others(used(prologue, partition.rest, batch)),
+        partition.others(used(run, partition.rest, batch)),
     )
     numbers: list[int] = []
     for n, x in enumerate(layered.params):
         moments = [
             y
-            for y, owner in zip(layered.state, layered.owners, strict=True)
-            if owner == n and jax.tree.leaves(y)[0].ndim
+            for y, param_index in zip(layered.state, layered.param_indices, strict=True)
+            if param_index == n and jax.tree.leaves(y)[0].ndim
         ]
         if not used_first[n] and _divides(x, moments, layered.length):
             numbers.append(n)

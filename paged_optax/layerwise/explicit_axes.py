@@ -17,25 +17,25 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.types import is_explicit, with_automatic_axes
-from paged_optax.layerwise.forward import ModelFunctions, refuse_other_input
+from paged_optax.layerwise.forward import ModelFunctions, check_same_input
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics
-from paged_optax.layerwise.parameters import Partition, length_of
+from paged_optax.layerwise.parameters import Partition, stack_length
 from paged_optax.transform.context import current, known_shardings, sharding_in_type
 
 
 def on_automatic_axes(
-    function: Callable[..., PyTree], arguments: Sequence[PyTree], results: PyTree
+    function: Callable[..., PyTree], args: Sequence[PyTree], results: PyTree
 ) -> PyTree:
     """Calls a function on automatic axes; `update` reads the explicit types there."""
-    leaves = jax.tree.leaves(arguments)
+    leaves = jax.tree.leaves(args)
     types = [jax.typeof(x).sharding if hasattr(x, "dtype") else None for x in leaves]
     types = [x if is_explicit(x) else None for x in types]
 
-    def run(*arguments: PyTree) -> PyTree:
-        with known_shardings(jax.tree.leaves(arguments), types):
-            return function(*arguments)
+    def run(*args: PyTree) -> PyTree:
+        with known_shardings(jax.tree.leaves(args), types):
+            return function(*args)
 
-    return with_automatic_axes(run, arguments, results)
+    return with_automatic_axes(run, args, results)
 
 
 def on_explicit_axes(
@@ -60,7 +60,7 @@ def on_explicit_axes(
     mesh = next(meshes, None)
     if mesh is None or AxisType.Manual in mesh.axis_types:
         return model
-    length = length_of(partition.layers)
+    length = stack_length(partition.layers)
     try:
         _traced(model, jax.tree.map(_on(None), types), length)
         return model
@@ -99,8 +99,8 @@ def _traced(model: ModelFunctions, types: _InputTypes, length: int) -> _OutputSp
     """Traces the model's functions and their gradients, on the current axes."""
     specs: list[_OutputSpecs] = []
 
-    def total(trained: tuple[PyTree, PyTree], others: tuple[PyTree, ...]) -> Array:
-        (rest, weights), (batch, fixed_rest, fixed) = trained, others
+    def total(trained: tuple[PyTree, PyTree], remaining: tuple[PyTree, ...]) -> Array:
+        (rest, weights), (batch, fixed_rest, fixed) = trained, remaining
         frozen = model.frozen and dataclasses.replace(model.frozen, rest=fixed_rest)
         one = dataclasses.replace(model, frozen=frozen)
         x, context = one.run_prologue(rest, batch)
@@ -108,7 +108,7 @@ def _traced(model: ModelFunctions, types: _InputTypes, length: int) -> _OutputSp
         output, kept = run(x)
         if _specs(output) != _specs(x):
             # The second layer is the first one with a layer's output as its input.
-            refuse_other_input(x, output)
+            check_same_input(x, output)
             output, kept = run(output)
         stack = lambda x: jnp.broadcast_to(x, (length, *x.shape))
         kept = jax.tree.map(stack, kept)
@@ -116,12 +116,12 @@ def _traced(model: ModelFunctions, types: _InputTypes, length: int) -> _OutputSp
         loss, _ = loss_and_metrics(one.run_epilogue(rest, output, kept, batch))
         return jnp.asarray(loss.total if isinstance(loss, WeightedLoss) else loss)
 
-    def gradients(trained: tuple[PyTree, PyTree], others: tuple[PyTree, ...]) -> PyTree:
-        value, pull = jax.vjp(lambda trained: total(trained, others), trained)
+    def grads(trained: tuple[PyTree, PyTree], remaining: tuple[PyTree, ...]) -> PyTree:
+        value, pull = jax.vjp(lambda trained: total(trained, remaining), trained)
         return pull(value)
 
-    rest, weights, *others = types
-    jax.eval_shape(gradients, (rest, weights), tuple(others))
+    rest, weights, *remaining = types
+    jax.eval_shape(grads, (rest, weights), tuple(remaining))
     return specs[0]
 
 
@@ -137,8 +137,8 @@ def _on_axes(
     ) -> Callable[..., PyTree]:
         flat = tuple(spec for some in specs for spec in some)
 
-        def run(*arguments: PyTree) -> PyTree:
-            leaves, structure = jax.tree.flatten(arguments)
+        def run(*args: PyTree) -> PyTree:
+            leaves, structure = jax.tree.flatten(args)
             call = lambda *leaves: function(*structure.unflatten(leaves))
             typed = jax.sharding.explicit_axes(call, axes=axes, in_sharding=flat)
             return typed(*leaves)

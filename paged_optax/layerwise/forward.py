@@ -69,11 +69,11 @@ class Activations(NamedTuple):
     ) -> "Activations":
         """The activations before the first layer."""
         # Empty: each layer writes its slice before anything reads it.
-        blank = lambda x: lax.empty((length, *x.shape), x.dtype)
-        inputs = jax.tree.map(blank, x)
+        empty = lambda x: lax.empty((length, *x.shape), x.dtype)
+        inputs = jax.tree.map(empty, x)
         if on_host:
             inputs = jax.device_put(inputs, HOST)
-        return cls(x, inputs, *jax.tree.map(blank, (kept, residuals)))
+        return cls(x, inputs, *jax.tree.map(empty, (kept, residuals)))
 
     def after(self, i: LayerIndex, slices: LayerSlices, run: RunLayer) -> "Activations":
         """Runs layer i."""
@@ -210,11 +210,11 @@ class ModelFunctions:
         weights: Weights,
         rest: Rest,
         batch: PyTree,
-        each: Callable[..., PyTree],
+        item: Callable[..., PyTree],
     ) -> ForwardStart:
-        """Runs the prologue; `each` calls a function for each micro-batch."""
+        """Runs the prologue; `item` calls a function for each micro-batch."""
         rest = jax.tree.map(on_device, rest)  # once for all micro-batches
-        x, context = each(lambda b: self.run_prologue(rest, b), batch)
+        x, context = item(lambda b: self.run_prologue(rest, b), batch)
         saved = list[Saved]()
 
         def layer(
@@ -222,19 +222,19 @@ class ModelFunctions:
         ) -> tuple[PyTree, PyTree, list[Array]]:
             if self.saves is None:
                 return *self.run_layer(*weights.of(slices), x, context, i), []
-            both, number = weights.of(slices), jnp.asarray(i)
-            pull, results = self.linearized(*both, x, context, self.saves, number)
-            saved[:] = [Saved.of(pull, x, (*both, x, context, number))]
+            both, index = weights.of(slices), jnp.asarray(i)
+            pull, results = self.linearized(*both, x, context, self.saves, index)
+            saved[:] = [Saved.of(pull, x, (*both, x, context, index))]
             return *results, saved[0].residuals
 
-        run = lambda i, slices, x: each(lambda x, c: layer(i, slices, x, c), x, context)
+        run = lambda i, slices, x: item(lambda x, c: layer(i, slices, x, c), x, context)
         shapes = jax.eval_shape(
             lambda stacks, x: run(jnp.int32(0), weights.slices(stacks, 0), x),
             weights.stacks,
             x,
         )
         output, kept, residuals = shapes
-        refuse_other_input(x, output)
+        check_same_input(x, output)
         on_host = self.activations_on_host
         length = weights.length
         activations = Activations.before(x, kept, residuals, length, on_host)
@@ -244,12 +244,12 @@ class ModelFunctions:
         """Runs the layers."""
 
         def body(
-            i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
+            i: LayerIndex, next_item: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
             activations, stacks, prefetched = carry
             slices, frozen = weights.slices(stacks, i, prefetched, vectors)
             stacks, slices = written_back(stacks, slices, i)
-            prefetched = weights.prefetch(stacks, following)
+            prefetched = weights.prefetch(stacks, next_item)
             activations = activations.after(i, (slices, frozen), start.run)
             return activations, stacks, prefetched
 
@@ -300,11 +300,11 @@ class ModelFunctions:
             value = total if before is None else over(total, before + weight, last)
             return value, (WeightedLoss(total, weight), metrics)
 
-        (value, (weighted, metrics)), gradients = jax.value_and_grad(
+        (value, (weighted, metrics)), grads = jax.value_and_grad(
             loss, argnums=(0, 1, 2), has_aux=True
         )(rest, inputs, floats)
         value = value if weighted is None else weighted
-        return EpilogueGradients(value, metrics, *gradients)
+        return EpilogueGradients(value, metrics, *grads)
 
     def pull_layer(
         self,
@@ -319,8 +319,8 @@ class ModelFunctions:
     ) -> tuple[PyTree[Array], list[Array], list[Array]]:
         """Computes a layer's gradients by its parameters, its input and the context."""
         if isinstance(x, Saved):
-            arguments = weights, frozen, x.x, context, jnp.asarray(i)
-            return x.pull(arguments)((dx, dkept))
+            args = weights, frozen, x.x, context, jnp.asarray(i)
+            return x.pull(args)((dx, dkept))
         pull, _ = self.linearized(weights, frozen, x, context, learned, i)
         return pull((dx, dkept))
 
@@ -340,24 +340,24 @@ class ModelFunctions:
         def run(
             weights: PyTree[Array], inputs: list[Array], seen: list[Array]
         ) -> tuple[tuple[list[Array], list[Array]], tuple[PyTree, PyTree]]:
-            arguments = weights, frozen, merge_x(inputs), merge_context(seen)
-            x, new = self.run_layer(*arguments, i)
+            args = weights, frozen, merge_x(inputs), merge_context(seen)
+            x, new = self.run_layer(*args, i)
             return (select(x, learned.x)[0], _inexact(new)[0]), (x, new)
 
         _, pull, outputs = jax.vjp(run, weights, inputs, seen, has_aux=True)
         return pull, outputs
 
     def pull_prologue(
-        self, rest: Rest, batch: PyTree, learned: Learned, back: PrologueGradients
+        self, rest: Rest, batch: PyTree, learned: Learned, grads: PrologueGradients
     ) -> Rest:
         """The prologue's gradients by `rest`."""
 
         def run(rest: Rest) -> PrologueGradients:
             x, context = self.run_prologue(rest, batch)
-            chosen = select(x, learned.x)[0], select(context, learned.context)[0]
-            return PrologueGradients(*chosen)
+            subset = select(x, learned.x)[0], select(context, learned.context)[0]
+            return PrologueGradients(*subset)
 
-        return jax.vjp(run, rest)[1](back)[0]
+        return jax.vjp(run, rest)[1](grads)[0]
 
 
 def is_inexact(x: object) -> bool:
@@ -371,7 +371,7 @@ def _inexact(tree: PyTree) -> tuple[list[Array], Merge]:
     return select(tree, [is_inexact(x) for x in jax.tree.leaves(tree)])
 
 
-def select(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
+def select(tree: PyTree, subset: Sequence[bool]) -> tuple[list[Array], Merge]:
     """Returns the chosen leaves of a tree, and a function that replaces them."""
     leaves, structure = jax.tree.flatten(tree)
 
@@ -379,13 +379,13 @@ def select(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
         new = iter(values)
         return jax.tree.unflatten(
             structure,
-            [next(new) if yes else x for x, yes in zip(leaves, chosen, strict=True)],
+            [next(new) if flag else x for x, flag in zip(leaves, subset, strict=True)],
         )
 
-    return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
+    return [x for x, flag in zip(leaves, subset, strict=True) if flag], merge
 
 
-def refuse_other_input(
+def check_same_input(
     x: PyTree[Array], output: PyTree[Array] | PyTree[jax.ShapeDtypeStruct]
 ) -> None:
     """Raises if a layer's output cannot be the next layer's input."""

@@ -132,7 +132,7 @@ class GroupTransfers:
     def update(
         self,
         k: int,
-        flight: InFlight,
+        transfer_state: InFlight,
         weights: Sequence[Array | None],
         gradients: Sequence[Array | None],
         i: LayerIndex,
@@ -143,40 +143,44 @@ class GroupTransfers:
         Returns:
           The transfers, the group's parameters, and `computed`.
         """
-        assert flight.inputs is not None  # every turn fetches what the next one updates
+        assert (
+            transfer_state.inputs is not None
+        )  # every turn fetches what the next one updates
         group = self.groups[k]
         new = self.optimizer.update_group(
-            group, flight.inputs.moments, weights, gradients, i
+            group, transfer_state.inputs.moments, weights, gradients, i
         )
         # The other computation continues after the update, during the transfers.
         (moments, leaves), computed = after_all((new, computed))
-        slots, stacks = list(flight.slots), list(flight.stacks)
+        slots, stacks = list(transfer_state.slots), list(transfer_state.stacks)
         for n, moment in zip(group.slot_positions, moments, strict=True):
             shards = self.optimizer.layered.slot_shards[n]
             slots[n] = write_slice(slots[n], moment, i, self.parts, shards)
         for n, leaf in zip(group.positions, leaves, strict=True):
             stacks[n] = write_slice(stacks[n], leaf, i, shards=self.shards[n])
-        return flight._replace(slots=slots, stacks=stacks), leaves, computed
+        return transfer_state._replace(slots=slots, stacks=stacks), leaves, computed
 
     def wait(
-        self, k: int, flight: InFlight, computed: Values
+        self, k: int, transfer_state: InFlight, computed: Values
     ) -> tuple[InFlight, Values]:
         """Waits for segment k, and for the transfers during it."""
         groups = self.groups[k], self.groups[(k + 1) % len(self.groups)]
         # The barrier has the buffers of these transfers alone. Others may move.
-        slots = {n: flight.slots[n] for group in groups for n in group.slot_positions}
+        slots = {
+            n: transfer_state.slots[n] for group in groups for n in group.slot_positions
+        }
         positions = [n for group in groups for n in group.positions]
-        stacks = {n: x for n in positions if on_host(x := flight.stacks[n])}
-        weights = flight.weights if self.fetches_weights else {}
-        moving = slots, stacks, flight.inputs, weights, flight.frozen
+        stacks = {n: x for n in positions if on_host(x := transfer_state.stacks[n])}
+        weights = transfer_state.weights if self.fetches_weights else {}
+        moving = slots, stacks, transfer_state.inputs, weights, transfer_state.frozen
         (slots, stacks, inputs, weights, frozen), computed = after_all(
             (moving, computed)
         )
-        each = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
+        item = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
         return InFlight(
-            each(flight.slots, slots),
-            each(flight.stacks, stacks),
+            item(transfer_state.slots, slots),
+            item(transfer_state.stacks, stacks),
             inputs,
-            flight.weights | weights,
+            transfer_state.weights | weights,
             frozen,
         ), computed

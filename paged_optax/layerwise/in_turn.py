@@ -30,9 +30,9 @@ class InTurn:
 
     optimizer: LayerOptimizer
 
-    def only_if(self, happens: Gate) -> "InTurn":
-        """The same schedule, with updates that depend on `happens`."""
-        return InTurn(self.optimizer.only_if(happens))
+    def only_if(self, enabled: Gate) -> "InTurn":
+        """The same schedule, with updates that depend on `enabled`."""
+        return InTurn(self.optimizer.only_if(enabled))
 
     def backward(
         self, layers: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
@@ -59,9 +59,9 @@ class InTurn:
         """Updates all layers by gradients in host memory."""
 
         def body(
-            i: LayerIndex, following: LayerIndex | None, carry: UpdateCarry
+            i: LayerIndex, next_item: LayerIndex | None, carry: UpdateCarry
         ) -> UpdateCarry:
-            del following  # moments take longer than weights, and are not prefetched
+            del next_item  # moments take longer than weights, and are not prefetched
             stacks, slots, small = carry
             slices = [read_slice(x, i) for x in stacks]
             by = gradients.read(i)

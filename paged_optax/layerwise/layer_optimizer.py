@@ -50,23 +50,23 @@ class LayerOptimizer:
 
     layered: LayeredState
     tree: TreeUpdate
-    happens: Gate = True
+    enabled: Gate = True
 
     @classmethod
-    def of(
+    def create(
         cls,
         tx: optax.GradientTransformation,
         layered: LayeredState,
         gradients: PyTree[Array],
-        happens: Gate,
+        enabled: Gate,
         tree: LayerTree | None,
         tree_state: PyTree,
     ) -> "LayerOptimizer":
         """Traces the update; `tree` is None if the stacks are the loss's own tree."""
         extended = optax.with_extra_args_support(tx)
         dtypes = _dtypes(layered, gradients)
-        update = TreeUpdate.of(extended, tree, layered, tree_state, dtypes)
-        return cls(layered, update, happens)
+        update = TreeUpdate.create(extended, tree, layered, tree_state, dtypes)
+        return cls(layered, update, enabled)
 
     def in_chunks(
         self, layered: LayeredState, gradients: PyTree[Array]
@@ -77,11 +77,11 @@ class LayerOptimizer:
           ValueError: If their rows cannot be updated alone.
         """
         tree = self.tree.in_chunks(layered, _dtypes(layered, gradients))
-        return LayerOptimizer(layered, tree, self.happens)
+        return LayerOptimizer(layered, tree, self.enabled)
 
-    def only_if(self, happens: Gate) -> "LayerOptimizer":
-        """The same optimizer, with updates that depend on `happens`."""
-        return dataclasses.replace(self, happens=happens)
+    def only_if(self, enabled: Gate) -> "LayerOptimizer":
+        """The same optimizer, with updates that depend on `enabled`."""
+        return dataclasses.replace(self, enabled=enabled)
 
     @functools.cached_property
     def groups(self) -> list[Group]:
@@ -140,16 +140,18 @@ class LayerOptimizer:
         layered = self.layered
         numbers = [layered.numbers[n] for n in group.positions]
 
-        def chosen(values: Sequence[Array | None]) -> list[Array | None]:
+        def subset(values: Sequence[Array | None]) -> list[Array | None]:
             selected = (values[n] for n in group.positions)
             by_number = dict(zip(numbers, selected, strict=True))
             return [by_number.get(n) for n in range(len(layered.params))]
 
-        pairs = zip(layered.stacked, layered.owners, strict=True)
-        in_group = [stacked and owner in numbers for stacked, owner in pairs]
+        items = zip(layered.stacked, layered.param_indices, strict=True)
+        in_group = [
+            stacked and param_index in numbers for stacked, param_index in items
+        ]
         shared = [
-            owner is None or not jax.tree.leaves(x)[0].ndim
-            for x, owner in zip(layered.state, layered.owners, strict=True)
+            param_index is None or not jax.tree.leaves(x)[0].ndim
+            for x, param_index in zip(layered.state, layered.param_indices, strict=True)
         ]
         moments = iter(state)
         read = [
@@ -161,8 +163,8 @@ class LayerOptimizer:
         def update() -> tuple[list[Stored], list[Array]]:
             # JAX would trace again for the weak type of a Python integer.
             layer = np.int32(i) if isinstance(i, int) else i
-            arguments = chosen(gradients), read, chosen(weights), layer
-            leaves, new = self._jitted(*arguments)
+            args = subset(gradients), read, subset(weights), layer
+            leaves, new = self._jitted(*args)
             result = list(compress(new, in_group)), [leaves[n] for n in numbers]
             return self._if_it_happens(result, (list(state), old))
 
@@ -199,24 +201,24 @@ class LayerOptimizer:
         params = partition.combine(stacks, others)
         updates: list[Array | None] = partition.combine(small, gradients)
         rest = {n for n, sliced in enumerate(layered.sliced) if not sliced}
-        hosted = [n for n in rest if on_host(params[n])]
-        new, state = self._update_all_but(hosted, params, updates)
+        offloaded = [n for n in rest if on_host(params[n])]
+        new, state = self._update_all_but(offloaded, params, updates)
         # The rows of a divided parameter are on other devices.
-        undivided = on_one_device([params[n] for n in hosted])
+        undivided = on_one_device([params[n] for n in offloaded])
         add = (
             functools.partial(jax.tree.map, add_in_place)
             if undivided
             else optax.apply_updates
         )
         # The device holds one of the largest at a time.
-        large = sorted(hosted, key=lambda n: -nbytes(params[n]))
+        large = sorted(offloaded, key=lambda n: -nbytes(params[n]))
         fetches = [[n] for n in large[:_FETCHED_SINGLY]] + [large[_FETCHED_SINGLY:]]
         last: PyTree[Array] = new
         for numbers in filter(None, fetches):
-            pairs = {n: (params[n], updates[n]) for n in numbers}
+            items = {n: (params[n], updates[n]) for n in numbers}
             # Each fetch follows the previous update, which limits device memory.
-            pairs, last = fetch_after(pairs, last)
-            for n, pair in pairs.items():
+            items, last = fetch_after(items, last)
+            for n, pair in items.items():
                 params[n], updates[n] = pair
             leaves, moments = self._update_all_but(
                 rest.difference(numbers), params, updates, add
@@ -224,10 +226,12 @@ class LayerOptimizer:
             last = {n: jax.device_put(leaves[n], HOST) for n in numbers}
             new = [last.get(n, x) for n, x in enumerate(new)]
             state = [
-                one if owner in numbers else x
-                for x, one, owner in zip(state, moments, layered.owners, strict=True)
+                one if param_index in numbers else x
+                for x, one, param_index in zip(
+                    state, moments, layered.param_indices, strict=True
+                )
             ]
-        outside = [not inside for inside in partition.in_layers]
+        outside = [not inner for inner in partition.in_layers]
         return layered.of_layers(new), list(compress(new, outside)), state
 
     def _update_all_but(
@@ -243,25 +247,27 @@ class LayerOptimizer:
             not sliced and n not in left for n, sliced in enumerate(layered.sliced)
         ]
         only = lambda leaves: [
-            x if yes else None for x, yes in zip(leaves, taken, strict=True)
+            x if flag else None for x, flag in zip(leaves, taken, strict=True)
         ]
         moments = [
-            not stacked and owner not in left
-            for stacked, owner in zip(layered.stacked, layered.owners, strict=True)
+            not stacked and param_index not in left
+            for stacked, param_index in zip(
+                layered.stacked, layered.param_indices, strict=True
+            )
         ]
         members = self.tree.state_members
         fetch = lambda x, member: (
             jax.tree.map(on_device, x) if isinstance(member, LayerNumbers) else x
         )
         fetched = [
-            fetch(x, member) if yes else None
-            for x, member, yes in zip(layered.state, members, moments, strict=True)
+            fetch(x, member) if flag else None
+            for x, member, flag in zip(layered.state, members, moments, strict=True)
         ]
-        with only_if(self.happens), self._context():
+        with only_if(self.enabled), self._context():
             leaves, state = self.tree.rest(only(updates), fetched, only(params), add)
         new = [
-            self._if_it_happens(x, old) if yes else old
-            for old, x, yes in zip(params, leaves, taken, strict=True)
+            self._if_it_happens(x, old) if flag else old
+            for old, x, flag in zip(params, leaves, taken, strict=True)
         ]
         return new, list(map(self._selected, state, fetched, layered.state))
 
@@ -275,21 +281,21 @@ class LayerOptimizer:
         return host_like(self._if_it_happens(new, fetched), old)
 
     def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
-        if self.happens is True:
+        if self.enabled is True:
             return new
-        return jax.tree.map(lambda x, y: jnp.where(self.happens, x, y), new, old)
+        return jax.tree.map(lambda x, y: jnp.where(self.enabled, x, y), new, old)
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         """The context of an update whose arrays are on the device."""
         layered = self.layered
         layers = layered.of_layers(layered.params)
-        hosted = any(map(on_host, layers))
+        offloaded = any(map(on_host, layers))
         spare = _PAGE_PART * sum(
             _LAYERS_ON_DEVICE * nbytes(x) / layered.length if on_host(x) else nbytes(x)
             for x in layers
         )
         # On several devices the weights of two more layers are small.
-        isolate = (hosted and on_one_device(layers)) or current().isolate
+        isolate = (offloaded and on_one_device(layers)) or current().isolate
         return within(fetched=True, spare_bytes=int(spare), isolate=isolate)
 
 

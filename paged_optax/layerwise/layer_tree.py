@@ -21,7 +21,7 @@ class LayerNumbers(tuple[int, ...]):
     __slots__ = ()
 
     @classmethod
-    def of(cls, numbers: Sequence[int | None]) -> "LayerNumbers":
+    def create(cls, numbers: Sequence[int | None]) -> "LayerNumbers":
         """Replaces None by -1."""
         return cls(-1 if n is None else n for n in numbers)
 
@@ -141,7 +141,7 @@ class LayerTree:
         )
 
     def stack(
-        self, tree: PyTree, together: Together, each: Each = lambda n, x: x
+        self, tree: PyTree, together: Together, item: Each = lambda n, x: x
     ) -> PyTree:
         """Stacks all subtrees of the own structure, such as the moments of a state.
 
@@ -155,7 +155,7 @@ class LayerTree:
             subtrees += 1
             members, structure = self.stacked
             return structure.unflatten(
-                each(x, entries[x])
+                item(x, entries[x])
                 if isinstance(x, int)
                 else self._joined(entries, x, together)
                 for x in members
@@ -171,11 +171,11 @@ class LayerTree:
             )
         return stacked
 
-    def members_of(self, structure: PyTreeDef) -> list[Members]:
+    def get_members(self, structure: PyTreeDef) -> list[Members]:
         """Returns, for each leaf of a stacked state, the leaves of the own state."""
         numbers = structure.unflatten(range(structure.num_leaves))
         stacked = jax.tree.leaves(
-            self.stack(numbers, LayerNumbers.of), is_leaf=is_stored
+            self.stack(numbers, LayerNumbers.create), is_leaf=is_stored
         )
         return [x.stack if isinstance(x, SomeLayers) else x for x in stacked]
 
@@ -183,7 +183,7 @@ class LayerTree:
         self,
         tree: PyTree,
         apart: Callable[[PyTree], Sequence[PyTree]],
-        each: Each = lambda n, x: x,
+        item: Each = lambda n, x: x,
     ) -> PyTree:
         """Undoes `stack`; `apart` returns the leaves of all layers of one stack."""
 
@@ -192,7 +192,7 @@ class LayerTree:
             leaves: list[PyTree] = [None] * self.structure.num_leaves
             for member, entry in zip(members, entries, strict=True):
                 if isinstance(member, int):
-                    leaves[member] = each(member, entry)
+                    leaves[member] = item(member, entry)
                     continue
                 present = (True,) * len(member)
                 if isinstance(entry, SomeLayers):
@@ -217,7 +217,7 @@ class LayerTree:
         present = tuple(not isinstance(x, optax.MaskedNode) for x in layers)
         if not any(present):
             return layers[0]
-        there = [n for n, yes in enumerate(present) if yes]
+        there = [n for n, flag in enumerate(present) if flag]
         dtypes = [
             [str(x.dtype) for x in jax.tree.leaves(layers[n]) if hasattr(x, "dtype")]
             for n in there

@@ -17,7 +17,7 @@ from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
-from paged_optax.layerwise.parameters import Partition, length_of
+from paged_optax.layerwise.parameters import Partition, stack_length
 from paged_optax.layerwise.segments import Group, grouped
 from paged_optax.layerwise.slices import LayerIndex, is_sliced, write_slice
 from paged_optax.transform.trees import parameter_of
@@ -40,7 +40,7 @@ class LayeredState:
       state_structure: The structure of the state.
       state_paths: The paths of the state.
       state: Its leaves.
-      owners: For each leaf of the state, the number of its parameter, or None.
+      param_indices: For each leaf of the state, the number of its parameter, or None.
       stacked: For each leaf of the state, true if it is updated in slices or chunks.
       slots: The leaves of the state that are.
       shards: The division of each parameter, or None if it is not known.
@@ -58,17 +58,17 @@ class LayeredState:
     ):
         self.partition, self.chunked = partition, tuple(chunked)
         self.shards, self.moment_shards = shards
-        self.length = length_of(partition.layers)
+        self.length = stack_length(partition.layers)
         flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
         paths = [path for path, _ in flat]
         self.params: list[Array] = [x for _, x in flat]
         self.sliced = [
-            n in chunked or (inside and is_sliced(x))
-            for n, (inside, x) in enumerate(
+            n in chunked or (inner and is_sliced(x))
+            for n, (inner, x) in enumerate(
                 zip(partition.in_layers, self.params, strict=True)
             )
         ]
-        self.numbers = [n for n, inside in enumerate(partition.in_layers) if inside]
+        self.numbers = [n for n, inner in enumerate(partition.in_layers) if inner]
         self.numbers += self.chunked
         self._like = state
         self.state_structure = jax.tree.structure(state, is_leaf=is_stored)
@@ -80,12 +80,12 @@ class LayeredState:
         self.state: list[Stored] = [
             x.stack if isinstance(x, SomeLayers) else x for x in self._stored
         ]
-        self.owners = parameter_of(self.state_paths, paths)
+        self.param_indices = parameter_of(self.state_paths, paths)
         self.stacked = [
-            owner is not None
-            and self.sliced[owner]
+            param_index is not None
+            and self.sliced[param_index]
             and bool(jax.tree.leaves(x)[0].ndim)
-            for x, owner in zip(self.state, self.owners, strict=True)
+            for x, param_index in zip(self.state, self.param_indices, strict=True)
         ]
         # Scales stay on the device: on a TPU a slice of a vector is no whole tile.
         self.slots = [
@@ -93,38 +93,44 @@ class LayeredState:
             for x, stacked in zip(self.state, self.stacked, strict=True)
             if stacked
         ]
-        owners = itertools.compress(self.owners, self.stacked)
-        self.slot_shards = list(map(self._slot_shards, self.slots, owners))
+        param_indices = itertools.compress(self.param_indices, self.stacked)
+        self.slot_shards = list(map(self._slot_shards, self.slots, param_indices))
 
-    def _slot_shards(self, x: Stored, owner: int | None) -> Shards | None:
-        shards = None if owner is None else self.moment_shards[owner]
+    def _slot_shards(self, x: Stored, param_index: int | None) -> Shards | None:
+        shards = None if param_index is None else self.moment_shards[param_index]
         shape = jax.tree.leaves(x)[0].shape
         if shards is None or len(shape) != len(shards.axes):
             return None  # such as factors
-        each = zip(shape, shards.divisions, strict=True)
-        return shards if all(n % parts == 0 for n, parts in each) else None
+        item = zip(shape, shards.divisions, strict=True)
+        return shards if all(n % parts == 0 for n, parts in item) else None
 
-    def grouped(self, most: int | None = None) -> list[Group]:
+    def grouped(self, maximum: int | None = None) -> list[Group]:
         """Groups the leaves that are updated in slices, with about equal transfers."""
         by_number = {number: position for position, number in enumerate(self.numbers)}
-        positions = [by_number[n] for n in self.numbers if self.sliced[n]]
-        owners = [
-            by_number[owner]
-            for owner, stacked in zip(self.owners, self.stacked, strict=True)
-            if stacked and owner is not None
+        indices = [by_number[n] for n in self.numbers if self.sliced[n]]
+        param_indices = [
+            by_number[param_index]
+            for param_index, stacked in zip(
+                self.param_indices, self.stacked, strict=True
+            )
+            if stacked and param_index is not None
         ]
         weights = [(by_number[n], self.params[n]) for n in self.numbers]
-        moving = [*zip(owners, self.slots, strict=True), *weights]
+        moving = [*zip(param_indices, self.slots, strict=True), *weights]
         travel = [
-            sum(nbytes(x) for owner, x in moving if owner == position and on_host(x))
-            for position in positions
+            sum(
+                nbytes(x)
+                for param_index, x in moving
+                if param_index == position and on_host(x)
+            )
+            for position in indices
         ]
-        return grouped(positions, owners, travel, most)
+        return grouped(indices, param_indices, travel, maximum)
 
     def of_layers(self, values: Sequence[Value]) -> list[Value]:
         """Selects the layers' values from one value for each parameter."""
-        inside = self.partition.in_layers
-        return [x for x, yes in zip(values, inside, strict=True) if yes]
+        inner = self.partition.in_layers
+        return [x for x, flag in zip(values, inner, strict=True) if flag]
 
     def small_gradients(self, gradients: PyTree[Array]) -> list[Array | None]:
         """Zeros for the gradients of all layers' small leaves, such as norms."""
@@ -140,16 +146,16 @@ class LayeredState:
     ) -> list[Array]:
         """The parameters outside the layers, with new chunked ones."""
         new = dict(zip(self.chunked, chunked, strict=True))
-        inside = enumerate(self.partition.in_layers)
-        return [new.get(n, params[n]) for n, yes in inside if not yes]
+        inner = enumerate(self.partition.in_layers)
+        return [new.get(n, params[n]) for n, flag in inner if not flag]
 
-    def refuse_other_stacks(self) -> None:
+    def check_same_stacks(self) -> None:
         """Raises if moments of layers cannot be sliced like their parameters."""
-        for path, x, owner, stacked in zip(
-            self.state_paths, self.state, self.owners, self.stacked, strict=True
+        for path, x, param_index, stacked in zip(
+            self.state_paths, self.state, self.param_indices, self.stacked, strict=True
         ):
-            if stacked and owner is not None and owner not in self.chunked:
-                _refuse_other_stack(path, x, self.params[owner])
+            if stacked and param_index is not None and param_index not in self.chunked:
+                _check_same_stack(path, x, self.params[param_index])
 
     def new_state(
         self, slots: Sequence[Stored], leaves: Sequence[Stored | None]
@@ -191,11 +197,11 @@ def _scales_to(x: Stored, *, host: bool) -> Stored:
     return Quantized(x.codes, jax.device_put(x.scales, HOST if host else DEVICE))
 
 
-def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
-    length = parameter.shape[0]
-    values = parameter.size // length
+def _check_same_stack(path: KeyPath, x: Stored, param: Array) -> None:
+    length = param.shape[0]
+    values = param.size // length
     fits = (
-        x.shape == parameter.shape
+        x.shape == param.shape
         if not isinstance(x, Quantized)
         else (
             x.codes.shape[0] == length
@@ -206,16 +212,16 @@ def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
     )
     if fits:
         return
-    way_out = "use moments of the parameters' own shape; with a codec, layers of whole"
-    way_out += " blocks."
+    hint = "use moments of the parameters' own shape; with a codec, layers of whole"
+    hint += " blocks."
     if isinstance(x, Quantized) and x.scales.ndim == 2:
         # Scales have two axes only if parts are no ranges of whole blocks.
-        way_out = (
+        hint = (
             f"it is divided into {x.scales.shape[0]} parts, and a block runs through"
             " several rows of a part: divide another axis of the parameter, or none."
         )
     shapes = jax.tree.map(lambda x: x.shape, x)
     raise ValueError(
         f"state{keystr(path)} has shape {shapes}, which cannot be cut into the"
-        f" {length} layers of its parameter of shape {parameter.shape}: {way_out}"
+        f" {length} layers of its parameter of shape {param.shape}: {hint}"
     )

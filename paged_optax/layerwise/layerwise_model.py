@@ -13,14 +13,14 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
-from paged_optax.layerwise.forward import ModelFunctions, refuse_other_input
+from paged_optax.layerwise.forward import ModelFunctions, check_same_input
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
 from paged_optax.layerwise.parameters import (
     Partition,
     from_numpy,
-    length_of,
     placed_shape,
+    stack_length,
 )
 from paged_optax.layerwise.tree_init import init_stacked
 from paged_optax.layerwise.weights import Frozen, on_device
@@ -167,7 +167,7 @@ class LayerwiseModel:
         Raises:
           ValueError: See `GradientWorkspace.allocate`.
         """
-        partition = Partition.of(params, layers)
+        partition = Partition.create(params, layers)
         if isinstance(rest, bool):
             rest = partition.rest if rest else None
         return GradientWorkspace.allocate(
@@ -209,28 +209,29 @@ class LayerwiseModel:
 
     def _loss(self, layers: str, params: PyTree, *frozen_and_batch: PyTree) -> PyTree:
         *frozen_params, batch = frozen_and_batch
-        partition = Partition.of(params, layers)
-        count = length_of(partition.layers)
+        partition = Partition.create(params, layers)
+        count = stack_length(partition.layers)
         frozen = None
         if frozen_params:
-            frozen = Frozen.of(frozen_params[0], layers, count)
+            frozen = Frozen.create(frozen_params[0], layers, count)
         model = self.functions(partition, frozen, False)
         model = on_explicit_axes(model, partition, batch, False)
         x, context = model.run_prologue(partition.rest, batch)
 
         def run(
-            x: PyTree[Array], turn: tuple[Int[Array, ""], PyTree[Array], PyTree[Array]]
+            x: PyTree[Array],
+            iteration: tuple[Int[Array, ""], PyTree[Array], PyTree[Array]],
         ) -> tuple[PyTree[Array], PyTree[Array]]:
-            i, *stacks = turn
+            i, *stacks = iteration
             weights, fixed = jax.tree.map(on_device, stacks)
             output, kept = model.run_layer(weights, fixed, x, context, i)
-            refuse_other_input(x, output)
+            check_same_input(x, output)
             return output, kept
 
         # The stacks are scanned over. If they were indexed, the gradients of those in
         # host memory would be added up there, where nothing can compute.
-        turns = jnp.arange(count), partition.layers, frozen and frozen.layers
-        x, kept = lax.scan(run, x, turns)
+        iterations = jnp.arange(count), partition.layers, frozen and frozen.layers
+        x, kept = lax.scan(run, x, iterations)
         output = model.run_epilogue(partition.rest, x, kept, batch)
         value, metrics = loss_and_metrics(output)
         if isinstance(value, WeightedLoss):

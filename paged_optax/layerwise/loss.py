@@ -57,7 +57,7 @@ def loss_and_metrics(output: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
       ValueError: If the loss, or its weight, is not one number.
       TypeError: If it has no gradient.
     """
-    refuse_no_loss("epilogue", output)
+    check_loss("epilogue", output)
     loss, metrics = output if has_metrics(output) else (output, None)
     return loss, metrics
 
@@ -67,7 +67,7 @@ def has_metrics(output: PyTree) -> bool:
     return isinstance(output, tuple) and not isinstance(output, WeightedLoss)
 
 
-def refuse_no_loss(function: str, output: PyTree) -> None:
+def check_loss(function: str, output: PyTree) -> None:
     """Raises if an output has no scalar loss.
 
     Raises:
@@ -101,8 +101,8 @@ def refuse_no_loss(function: str, output: PyTree) -> None:
             f"{function} returns a loss of shape {jnp.shape(loss)}: a loss is"
             " one number, such as its mean."
         )
-    number = loss.total if isinstance(loss, WeightedLoss) else loss
-    if not jnp.issubdtype(dtype := jnp.result_type(number), jnp.floating):
+    index = loss.total if isinstance(loss, WeightedLoss) else loss
+    if not jnp.issubdtype(dtype := jnp.result_type(index), jnp.floating):
         raise TypeError(
             f"{function} returns a loss of dtype {dtype}: a loss is a floating-point"
             " number, or it has no gradient."

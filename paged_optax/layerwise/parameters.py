@@ -55,7 +55,7 @@ class Partition:
     in_layers: tuple[bool, ...]
 
     @classmethod
-    def of(cls, params: PyTree, key: str = "layers") -> "Partition":
+    def create(cls, params: PyTree, key: str = "layers") -> "Partition":
         """Partitions parameters.
 
         Raises:
@@ -90,7 +90,7 @@ class Partition:
     def combine(self, layers: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Merges the layers' and the other values, in the order of all parameters."""
         of_layers, of_others = iter(layers), iter(others)
-        return [next(of_layers if inside else of_others) for inside in self.in_layers]
+        return [next(of_layers if inner else of_others) for inner in self.in_layers]
 
 
 def by_name(tree: PyTree) -> dict[Hashable, PyTree] | None:
@@ -131,7 +131,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     """
     smallest = parse_bytes("min_size", min_size)
     check_arrays("layers", layers)
-    refuse_one_by_one(layers)
+    check_stacked(layers)
 
     def place(x: Shaped) -> Array | jax.ShapeDtypeStruct:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
@@ -163,9 +163,9 @@ def from_numpy(params: PyTree) -> PyTree:
     return jax.tree.map(array, params)
 
 
-def length_of(layers: PyTree) -> int:
+def stack_length(layers: PyTree) -> int:
     """Returns the number of layers: the length of every leaf's leading axis."""
-    refuse_one_by_one(layers)
+    check_stacked(layers)
     lengths: dict[int, str] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
         name = f"layers{keystr(path)}"
@@ -183,7 +183,7 @@ def length_of(layers: PyTree) -> int:
     return next(iter(lengths))
 
 
-def refuse_one_by_one(layers: PyTree) -> None:
+def check_stacked(layers: PyTree) -> None:
     """Raises if layers are a list, or a mapping whose keys number them.
 
     A layer may be a list of parts whose parameters are stacked. Some parameter is then

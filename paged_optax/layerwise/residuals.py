@@ -50,17 +50,17 @@ class Saved:
     known: tuple[int | None, ...]
 
     @staticmethod
-    def of(pull: PyTree[Array], x: PyTree[Array], arguments: PyTree[Array]) -> "Saved":
+    def of(pull: PyTree[Array], x: PyTree[Array], args: PyTree[Array]) -> "Saved":
         """Separates the residuals of a backward pass from the layer's arguments."""
         leaves, structure = jax.tree.flatten(pull)
-        places = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(arguments))}
+        places = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(args))}
         known = tuple(places.get(id(leaf)) for leaf in leaves)
         pairs = zip(leaves, known, strict=True)
         return Saved(x, [y for y, n in pairs if n is None], structure, known)
 
-    def pull(self, arguments: PyTree[Array]) -> Callable[..., Any]:
+    def pull(self, args: PyTree[Array]) -> Callable[..., Any]:
         """Returns the backward pass."""
-        leaves, residuals = jax.tree.leaves(arguments), iter(self.residuals)
+        leaves, residuals = jax.tree.leaves(args), iter(self.residuals)
         return jax.tree.unflatten(
             self.structure,
             [next(residuals) if n is None else leaves[n] for n in self.known],

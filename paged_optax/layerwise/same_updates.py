@@ -22,7 +22,7 @@ from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, tree_leaves
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.transform.context import within
-from paged_optax.transform.trees import parameter_of, paths_of
+from paged_optax.transform.trees import leaf_paths, parameter_of
 
 
 class CrossLayerError(CrossLeafError):
@@ -89,15 +89,15 @@ class _Computation(NamedTuple):
     """The computation of one result, without the shapes of filled arrays."""
 
     elementwise: bool
-    equations: object
+    eqns: object
     inputs: object
     result: int
 
 
 def _equations(program: Program) -> tuple[object, ...]:
     params = lambda e: () if e.primitive.name in FILLS else e.params
-    each = [(e.primitive, params(e), e.inputs, e.outputs) for e in program.equations]
-    return tuple(each), program.outputs
+    item = [(e.primitive, params(e), e.inputs, e.outputs) for e in program.eqns]
+    return tuple(item), program.outputs
 
 
 class Roles:
@@ -105,7 +105,7 @@ class Roles:
 
     Attributes:
       paths: The parameters' paths.
-      owners: For each leaf of the state, the number of its parameter, or None.
+      param_indices: For each leaf of the state, the number of its parameter, or None.
       of_state: The roles of the leaves of the state.
     """
 
@@ -116,22 +116,24 @@ class Roles:
         entries = tree.structure.flatten_up_to(params)
         there = [n for n, x in enumerate(entries) if jax.tree.leaves(x)]
         self._layers = {k: layers[n] for k, n in enumerate(there) if n in layers}
-        self.paths, _ = paths_of(params)
-        state_paths, _ = paths_of(state)
-        self.owners = parameter_of(state_paths, self.paths)
-        pairs = zip(state_paths, self.owners, strict=True)
+        self.paths, _ = leaf_paths(params)
+        state_paths, _ = leaf_paths(state)
+        self.param_indices = parameter_of(state_paths, self.paths)
+        pairs = zip(state_paths, self.param_indices, strict=True)
         self.of_state = [self._role("state", *pair) for pair in pairs]
 
     def of_parameters(self, kind: str) -> list[_Role]:
         """The roles of the parameters, or of their updates."""
         return [self._role(kind, path, n) for n, path in enumerate(self.paths)]
 
-    def _role(self, kind: str, path: KeyPath, owner: int | None) -> _Role:
-        if owner is None:
+    def _role(self, kind: str, path: KeyPath, param_index: int | None) -> _Role:
+        if param_index is None:
             return (kind, keystr(path), None), None
-        node = path[: len(path) - len(self.paths[owner])]
-        number, layer = self._layers.get(owner, (keystr(self.paths[owner]), None))
-        return (kind, keystr(node), number), layer
+        node = path[: len(path) - len(self.paths[param_index])]
+        index, layer = self._layers.get(
+            param_index, (keystr(self.paths[param_index]), None)
+        )
+        return (kind, keystr(node), index), layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +158,15 @@ class TracedUpdates:
         """
         with within(plain=True):
             state = jax.eval_shape(lambda params: self.tx.init(params), params)
-            update = lambda *arguments: self.tx.update(*arguments)
+            update = lambda *args: self.tx.update(*args)
             closed, _ = trace(update, gradients, state, params)
         roles = Roles(self.tree, params, state)
         numbers = range(len(roles.paths))
         try:
             analysis, constants = analyse(
                 closed,
-                [*numbers, *[None] * len(roles.owners), *numbers],
-                [*numbers, *roles.owners],
+                [*numbers, *[None] * len(roles.param_indices), *numbers],
+                [*numbers, *roles.param_indices],
                 lambda n: f"parameter {keystr(roles.paths[n])}",
                 range(len(closed.out_avals)),
             )
@@ -173,23 +175,23 @@ class TracedUpdates:
         # A new state has the paths of the old one.
         results = [*roles.of_parameters("update"), *roles.of_state]
         shapes = [x.shape for x in closed.out_avals]
-        _refuse_other_layers(analysis, results, shapes)
-        arguments = [*results, *roles.of_parameters("parameter")]
+        _check_same_layers(analysis, results, shapes)
+        args = [*results, *roles.of_parameters("parameter")]
         types = [dtype_and_shape(x) for x in jax.tree.leaves(state)]
-        return self._signatures(analysis, constants, arguments, results, types)
+        return self._signatures(analysis, constants, args, results, types)
 
     def _signatures(
         self,
         analysis: Analysis,
         constants: Mapping[int, ArrayLike],
-        arguments: Sequence[_Role],
+        args: Sequence[_Role],
         results: Sequence[_Role],
         state: list[str],
     ) -> Signatures:
-        known: dict[int, object] = {n: role for n, (role, _) in enumerate(arguments)}
-        for number, value in constants.items():
+        known: dict[int, object] = {n: role for n, (role, _) in enumerate(args)}
+        for index, value in constants.items():
             concrete = not is_traced(value)
-            known[number] = (
+            known[index] = (
                 (np.shape(value), np.asarray(value).tobytes())
                 if concrete
                 else id(value)
@@ -198,12 +200,12 @@ class TracedUpdates:
         shared = analysis.shared.program
         inside = dict(enumerate(known[n] for n in analysis.shared.inputs))
         inner = lambda x: x if isinstance(x, Constant) else inside[x]
-        for e in shared.equations:
+        for e in shared.eqns:
             key = e.primitive, e.params, tuple(map(inner, e.inputs))
-            number = self.numbers.setdefault(key, len(self.numbers))
-            inside |= {x: (number, k) for k, x in enumerate(e.outputs)}
+            index = self.numbers.setdefault(key, len(self.numbers))
+            inside |= {x: (index, k) for k, x in enumerate(e.outputs)}
         pairs = zip(analysis.shared.outputs, shared.outputs, strict=True)
-        known |= {number: inner(x) for number, x in pairs}
+        known |= {index: inner(x) for index, x in pairs}
         signatures = Signatures({}, [{} for _ in range(self.tree.length)], state)
 
         def add(output: int, what: object) -> None:
@@ -227,20 +229,20 @@ class TracedUpdates:
         return signatures
 
 
-def _refuse_other_layers(
+def _check_same_layers(
     analysis: Analysis, results: Sequence[_Role], shapes: Sequence[tuple[int, ...]]
 ) -> None:
     """Raises if a result is not computed from one layer's gradients alone."""
-    joined = {n for x in analysis.leaf_updates if x.between for n in x.outputs}
-    for n, ((kind, node, number), layer) in enumerate(results):
-        owner = analysis.owners[n]
+    merged = {n for x in analysis.leaf_updates if x.between for n in x.outputs}
+    for n, ((kind, node, index), layer) in enumerate(results):
+        param_index = analysis.param_indices[n]
         # The first results are the parameters' updates.
-        other = owner is not None and results[owner][1] != layer
-        if n in joined or other:
+        other = param_index is not None and results[param_index][1] != layer
+        if n in merged or other:
             raise CrossLayerError(
                 f"the new {kind}{node} is computed from parameters of several layers"
             )
-        if number is None and owner is not None and shapes[n]:
+        if index is None and param_index is not None and shapes[n]:
             raise ValueError(
                 f"state{node} is updated with a parameter, and nothing in its path says"
                 " so, so that no layer's part of it is known: keep moments in trees of"
@@ -266,7 +268,7 @@ class SameUpdates:
     pruned: bool
 
     @classmethod
-    def of(
+    def create(
         cls,
         tx: optax.GradientTransformationExtraArgs,
         tree: LayerTree,
@@ -289,7 +291,7 @@ class SameUpdates:
             pruned = False
         return cls(traced, whole, kinds, pruned)
 
-    def refuse_parts(
+    def check_complete(
         self,
         layered: LayeredState,
         gradients: Sequence[jax.ShapeDtypeStruct],
@@ -308,7 +310,7 @@ class SameUpdates:
         """
         tree, length = self.traced.tree, layered.length
         members, _ = tree.stacked
-        paths, _ = paths_of(tree_shapes(tree, layered.params))
+        paths, _ = leaf_paths(tree_shapes(tree, layered.params))
         outside = {m: n for n, m in enumerate(members) if isinstance(m, int)}
         names = [keystr(paths[m]) for m, n in outside.items() if n in numbers]
         results = [(x[2], y) for x, y in self.whole.rest.items() if x[2] in names]

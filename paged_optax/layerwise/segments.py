@@ -44,7 +44,7 @@ _SAME = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
 
 def in_segments(
     function: Callable[..., Result],
-    arguments: Sequence[PyTree[ArrayLike]],
+    args: Sequence[PyTree[ArrayLike]],
     ends: Sequence[float],
     between: Between,
 ) -> Result:
@@ -52,32 +52,32 @@ def in_segments(
 
     Args:
       function: The function.
-      arguments: Its arguments.
+      args: Its arguments.
       ends: The end of each segment except the last, as a part of the work.
       between: Is called at these ends.
     """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     flat = Flat(closed, checkpoints=False)
-    work = [_work(flat, equation) for equation in flat.equations]
+    work = [_work(flat, eqn) for eqn in flat.eqns]
     cuts = _cuts(work, ends)
     bound = _results(flat)
-    for equation, size in zip(flat.equations, work, strict=True):
+    for eqn, size in zip(flat.eqns, work, strict=True):
         if size > _PRODUCT * sum(work) / (len(ends) + 1):
-            bound.update(equation.outputs)
+            bound.update(eqn.outputs)
     last_use = {
         x: index
         for index, operands in enumerate(
-            [*(equation.inputs for equation in flat.equations), flat.outputs]
+            [*(eqn.inputs for eqn in flat.eqns), flat.outputs]
         )
         for x in operands
         if not isinstance(x, Constant)
     }
-    values = dict(flat.constants) | dict(enumerate(jax.tree.leaves(arguments)))
+    values = dict(flat.constants) | dict(enumerate(jax.tree.leaves(args)))
     read = lambda x: x.value if isinstance(x, Constant) else values[x]
-    for index, equation in enumerate(flat.equations):
-        with _traced_mesh(equation):
-            outputs = equation.bind([read(x) for x in equation.inputs], None)
-        values.update(zip(equation.outputs, outputs, strict=True))
+    for index, eqn in enumerate(flat.eqns):
+        with _traced_mesh(eqn):
+            outputs = eqn.bind([read(x) for x in eqn.inputs], None)
+        values.update(zip(eqn.outputs, outputs, strict=True))
         for k in (k for k, cut in enumerate(cuts) if cut == index):
             computed = [x for x in values if x in bound and last_use.get(x, -1) > index]
             new = between(k, [values[x] for x in computed])
@@ -85,9 +85,9 @@ def in_segments(
     return jax.tree.unflatten(jax.tree.structure(shapes), map(read, flat.outputs))
 
 
-def _traced_mesh(equation: Equation) -> contextlib.AbstractContextManager[None]:
+def _traced_mesh(eqn: Equation) -> contextlib.AbstractContextManager[None]:
     """Around an equation: the mesh that it was traced on, of explicit axes or not."""
-    mesh = equation.traced and equation.traced.ctx.cur_abstract_mesh
+    mesh = eqn.traced and eqn.traced.ctx.cur_abstract_mesh
     if not mesh or mesh == jax.sharding.get_abstract_mesh():
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
@@ -105,20 +105,18 @@ def _cuts(work: Sequence[float], ends: Sequence[float]) -> list[int]:
 def _results(flat: Flat) -> set[int]:
     """The results, and results before a change of shape or dtype."""
     results = {x for x in flat.outputs if not isinstance(x, Constant)}
-    for equation in reversed(flat.equations):
-        if equation.primitive.name in _SAME and not results.isdisjoint(
-            equation.outputs
-        ):
-            results.update(x for x in equation.inputs if not isinstance(x, Constant))
+    for eqn in reversed(flat.eqns):
+        if eqn.primitive.name in _SAME and not results.isdisjoint(eqn.outputs):
+            results.update(x for x in eqn.inputs if not isinstance(x, Constant))
     return results
 
 
-def _work(flat: Flat, equation: Equation) -> float:
+def _work(flat: Flat, eqn: Equation) -> float:
     return _operations(
-        equation.primitive.name,
-        {k: x.value if isinstance(x, Opaque) else x for k, x in equation.params},
-        [tuple(flat.shape(x)) for x in equation.inputs],
-        [tuple(flat.shape(x)) for x in equation.outputs],
+        eqn.primitive.name,
+        {k: x.value if isinstance(x, Opaque) else x for k, x in eqn.params},
+        [tuple(flat.shape(x)) for x in eqn.inputs],
+        [tuple(flat.shape(x)) for x in eqn.outputs],
     )
 
 
@@ -138,7 +136,7 @@ def _operations(
             return 2.0 * entries * math.prod(operands[1]) / features
         case _:
             pass
-    inside = sum(
+    inner = sum(
         _operations(
             eqn.primitive.name,
             eqn.params,
@@ -148,8 +146,10 @@ def _operations(
         for jaxpr in core.jaxprs_in_params(dict(params))
         for eqn in jaxpr.eqns
     )
-    turns = params.get("length", 1)
-    return (turns if isinstance(turns, int) else 1) * inside + _AN_ENTRY * entries
+    iterations = params.get("length", 1)
+    return (
+        iterations if isinstance(iterations, int) else 1
+    ) * inner + _AN_ENTRY * entries
 
 
 # More groups hold fewer bytes on the device. With four, a group is about one large
@@ -171,34 +171,36 @@ class Group(NamedTuple):
 
 def grouped(
     positions: Sequence[int],
-    owners: Sequence[int],
+    param_indices: Sequence[int],
     travel: Sequence[int],
-    most: int | None = None,
+    maximum: int | None = None,
 ) -> list[Group]:
     """Divides a layer's leaves into groups of about equal travel.
 
     Args:
       positions: The positions of the leaves.
-      owners: For each of the state's stacks, the position of its leaf.
+      param_indices: For each of the state's stacks, the position of its leaf.
       travel: For each of `positions`, the bytes that travel.
-      most: The largest number of groups; None uses the default.
+      maximum: The largest number of groups; None uses the default.
 
     Returns:
       The groups.
     """
-    count = min(most or _GROUPS, sum(map(bool, travel)))
+    count = min(maximum or _GROUPS, sum(map(bool, travel)))
     groups: list[list[int]] = [[] for _ in range(max(1, count))]
     sizes = [0] * len(groups)
-    for size, position in sorted(zip(travel, positions, strict=True), reverse=True):
-        least = sizes.index(min(sizes))
-        groups[least].append(position)
-        sizes[least] += size
+    for size, index in sorted(zip(travel, positions, strict=True), reverse=True):
+        minimum = sizes.index(min(sizes))
+        groups[minimum].append(index)
+        sizes[minimum] += size
     # The smallest comes first. It is fetched during the last segment, where XLA:GPU
     # starts transfers late (jax 0.12.0.1).
     return [
         Group(
             tuple(sorted(group)),
-            tuple(n for n, owner in enumerate(owners) if owner in group),
+            tuple(
+                n for n, param_index in enumerate(param_indices) if param_index in group
+            ),
         )
         for _, group in sorted(zip(sizes, groups, strict=True))
     ]
@@ -220,9 +222,9 @@ class FrozenPortions:
     def positions(self) -> list[tuple[int, ...]]:
         """For each portion, the positions of its stacks in host memory."""
         stacks = self.weights.frozen
-        hosted = [n for n, x in enumerate(stacks) if on_host(x)]
-        travel = [nbytes(stacks[n]) for n in hosted]
-        groups = grouped(hosted, (), travel, self.count)
+        offloaded = [n for n, x in enumerate(stacks) if on_host(x)]
+        travel = [nbytes(stacks[n]) for n in offloaded]
+        groups = grouped(offloaded, (), travel, self.count)
         return [group.positions for group in groups] + [()] * (self.count - len(groups))
 
     @property

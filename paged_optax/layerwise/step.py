@@ -26,19 +26,19 @@ from paged_optax.layerwise.loss import LayerwiseOutput
 from paged_optax.layerwise.overlap import Overlapped
 from paged_optax.layerwise.parameters import (
     Partition,
+    check_stacked,
     from_numpy,
-    length_of,
-    refuse_one_by_one,
+    stack_length,
 )
 from paged_optax.layerwise.step_arguments import (
     Answer,
     ask,
+    check_inexact,
+    check_same_counts,
+    check_same_state,
     compare_processes,
     known_shards,
     new_state_types,
-    refuse_integers,
-    refuse_other_counts,
-    refuse_other_state,
     warn_of_divided_layers,
     warn_of_moved,
 )
@@ -224,9 +224,9 @@ class LayerwiseStep:
         names = "max_norm", "clip", "accumulate"
         settings = {name: getattr(self, f"_{name}") for name in names}
         compare_processes(answers, params, state, workspace, settings)
-        arguments = params, state, workspace, batch, frozen
+        args = params, state, workspace, batch, frozen
         run = functools.partial(self._run, answers)
-        return on_automatic_axes(run, arguments, (params, state, workspace, None))
+        return on_automatic_axes(run, args, (params, state, workspace, None))
 
     def finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
@@ -272,9 +272,9 @@ class LayerwiseStep:
           >>> bool((params["layers"]["kernel"] == 0.01).any())
           False
         """
-        arguments = from_numpy(params), state, workspace
-        warn_of_options(arguments)
-        return on_automatic_axes(self._finish, arguments, arguments)
+        args = from_numpy(params), state, workspace
+        warn_of_options(args)
+        return on_automatic_axes(self._finish, args, args)
 
     def _run(
         self,
@@ -287,15 +287,15 @@ class LayerwiseStep:
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         accumulate = self._accumulate
         if accumulate:
-            refuse_other_counts(batch)
-        partition, guard, clipping, optimizer = self._parts(
+            check_same_counts(batch)
+        partition, guard, clipping, optimizer = self._prepare(
             answers, params, state, workspace
         )
         kind = UpdateAtOnce if workspace.host is None else UpdateAfterNorm
         if deferred := workspace.pending is not None:
             kind = UpdateNextStep
         if frozen is not None:
-            frozen = Frozen.of(frozen, self._layers, length_of(partition.layers))
+            frozen = Frozen.create(frozen, self._layers, stack_length(partition.layers))
         model = self._model.functions(partition, frozen, self._activations_on_host)
         model = on_explicit_axes(model, partition, batch, accumulate)
         if self._saves:
@@ -313,7 +313,7 @@ class LayerwiseStep:
         # Nothing overlaps if a separate backward pass computes the norm. The gradients
         # of two layers would take more memory than that first pass.
         waits = workspace.host is not None or clipping.needed_first
-        guard.refuse_unknown(waits)
+        guard.check_known(waits)
         waits = accumulate if deferred else waits
         if waits or not Overlapped.possible(optimizer):
             return in_turn()
@@ -332,7 +332,7 @@ class LayerwiseStep:
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
         answers = ask(self._tx, params, state, self._layer_tree)
-        partition, guard, clipping, optimizer = self._parts(
+        partition, guard, clipping, optimizer = self._prepare(
             answers, params, state, workspace
         )
         if workspace.pending is None:
@@ -346,7 +346,7 @@ class LayerwiseStep:
         warn_of_moved(answers, workspace)
         return UpdateNextStep(step).finish(workspace)
 
-    def _parts(
+    def _prepare(
         self,
         answers: Sequence[Answer],
         params: PyTree,
@@ -354,14 +354,14 @@ class LayerwiseStep:
         workspace: GradientWorkspace,
     ) -> tuple[Partition, Guard, Clipping, LayerOptimizer]:
         """Checks the arguments, and traces the update."""
-        partition = Partition.of(params, self._layers)
-        refuse_integers(params)
-        refuse_one_by_one(partition.layers)
+        partition = Partition.create(params, self._layers)
+        check_inexact(params)
+        check_stacked(partition.layers)
         workspace.check(partition.layers, partition.rest)
         tree = self._layer_tree
         fresh = new_state_types(self._tx, params, tree)
-        refuse_other_state(fresh, params, state, tree)
-        guard = Guard.of(self._tx, state)
+        check_same_state(fresh, params, state, tree)
+        guard = Guard.create(self._tx, state)
         tests_finite = guard.wrapper is not None
         dtype = widest(partition.rest, workspace.gradients)
         clipping = Clipping(self._max_norm, self._clip, dtype, tests_finite)
@@ -375,9 +375,9 @@ class LayerwiseStep:
             known_shards(answers, params, moments=x) for x in (False, True)
         )
         layered = LayeredState(params, partition, guard.state, (shards, moments))
-        happens = True if workspace.pending is None else workspace.pending.waits
+        enabled = True if workspace.pending is None else workspace.pending.waits
         tree_state = None if fresh is None else guard.inside(fresh)
-        optimizer = LayerOptimizer.of(
-            guard.tx, layered, workspace.gradients, happens, tree, tree_state
+        optimizer = LayerOptimizer.create(
+            guard.tx, layered, workspace.gradients, enabled, tree, tree_state
         )
         return partition, guard, clipping, optimizer

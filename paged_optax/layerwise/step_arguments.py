@@ -119,9 +119,9 @@ def compare_processes(
     for name, tree in (("params", params), ("workspace", workspace)):
         flat = jax.tree_util.tree_flatten_with_path(tree)[0]
         said[name] = {keystr(path): str(jax.typeof(x)) for path, x in flat}
-    for number, (*_, each) in enumerate(answers):
-        of = f"paged transformation {number}, " if number else ""
-        said |= {of + name: values for name, values in each.items()}
+    for index, (*_, item) in enumerate(answers):
+        prefix = f"paged transformation {index}, " if index else ""
+        said |= {prefix + name: values for name, values in item.items()}
     compare("layerwise_step", said)
 
 
@@ -165,8 +165,8 @@ def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
     if children is None or key not in children:
         return []
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    inside = Partition.of(tree, key).in_layers
-    return [each for each, stacked in zip(flat, inside, strict=True) if stacked]
+    inner = Partition.create(tree, key).in_layers
+    return [item for item, stacked in zip(flat, inner, strict=True) if stacked]
 
 
 def _shards(
@@ -199,7 +199,7 @@ def new_state_types(
         return None
 
 
-def refuse_other_state(
+def check_same_state(
     fresh: PyTree, params: PyTree, state: PyTree, tree: LayerTree | None
 ) -> None:
     """Raises if a state and a new state differ in names, or the stacks in types."""
@@ -211,14 +211,14 @@ def refuse_other_state(
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
     typed = tree is not None and not divided
 
-    def leaves_of(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
+    def argument_leaves(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
         flat, _ = jax.tree_util.tree_flatten_with_path(
             as_pure(state), is_leaf=is_stored
         )
         types = lambda x: typed and list(map(dtype_and_shape, jax.tree.leaves(x)))
         return {key_names(path): (path, types(x)) for path, x in flat}
 
-    expected, leaves = leaves_of(fresh), leaves_of(state)
+    expected, leaves = argument_leaves(fresh), argument_leaves(state)
     type_of = lambda leaves, name: leaves.get(name, (None, None))[1]
     every = leaves | expected
     odd = [x for x in every if type_of(leaves, x) != type_of(expected, x)]
@@ -250,7 +250,7 @@ def _moved(workspace: GradientWorkspace) -> str:
     )
 
 
-def refuse_integers(params: PyTree) -> None:
+def check_inexact(params: PyTree) -> None:
     """Raises if a parameter has no gradient."""
     for path, x in nondifferentiable(params):
         raise ValueError(
@@ -260,7 +260,7 @@ def refuse_integers(params: PyTree) -> None:
         )
 
 
-def refuse_other_counts(batch: PyTree) -> None:
+def check_same_counts(batch: PyTree) -> None:
     """Raises if a batch does not stack the same number of micro-batches."""
     flat = jax.tree_util.tree_flatten_with_path(batch)[0]
     counts = {jnp.shape(x)[:1] for _, x in flat}

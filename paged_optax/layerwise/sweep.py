@@ -82,7 +82,7 @@ class BackwardPass:
     epilogue: EpilogueGradients
 
     @classmethod
-    def of(
+    def create(
         cls,
         model: ModelFunctions,
         weights: Weights,
@@ -97,30 +97,30 @@ class BackwardPass:
     ) -> "BackwardPass":
         """Runs the forward pass and the epilogue."""
         if forward is None:
-            each = _for_each if several else _for_one
-            forward = model.forward(weights, model.start(weights, rest, batch, each))
+            item = _for_each if several else _for_one
+            forward = model.forward(weights, model.start(weights, rest, batch, item))
         activations, context, stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         follows = learned(model, weights, rest, one)
-        model_then, fetched, x = model.fetch_rest(rest, activations.x)
-        arguments = fetched, x, activations.kept, batch, before.dtype
+        model_then, loaded, x = model.fetch_rest(rest, activations.x)
+        args = loaded, x, activations.kept, batch, before.dtype
         if several:
-            epilogue = _all_epilogues(model_then, *arguments)
+            epilogue = _all_epilogues(model_then, *args)
         else:
-            epilogue = model_then.pull_epilogue(*arguments, before, last)
-        chosen = [
-            yes
-            for yes, leaf in zip(follows.x, jax.tree.leaves(x), strict=True)
+            epilogue = model_then.pull_epilogue(*args, before, last)
+        subset = [
+            flag
+            for flag, leaf in zip(follows.x, jax.tree.leaves(x), strict=True)
             if is_inexact(leaf)
         ]
-        by_output, _ = select(epilogue.by_output, chosen)
+        by_output, _ = select(epilogue.by_output, subset)
         epilogue = epilogue._replace(by_output=by_output)
-        if fetched is not rest:
+        if loaded is not rest:
             kept = activations.kept
             if several:
                 x = jax.tree.map(lambda x: x[0], x)
                 kept = jax.tree.map(lambda x: x[:, 0], kept)
-            reads = used(model_then.run_epilogue, fetched, x, kept, one)
+            reads = used(model_then.run_epilogue, loaded, x, kept, one)
             epilogue, stacks = _give_up_rest(epilogue, stacks, rest, reads)
         return cls(
             *(model, weights, rest, batch, several, dtypes, stacks),
@@ -134,11 +134,11 @@ class BackwardPass:
         weights = self.weights
 
         def body(
-            i: LayerIndex, following: LayerIndex | None, carry: _PassCarry[Carry]
+            i: LayerIndex, next_item: LayerIndex | None, carry: _PassCarry[Carry]
         ) -> _PassCarry[Carry]:
             inner, back, stacks, prefetched = carry
             slices, frozen = weights.slices(stacks, i, prefetched, vectors)
-            prefetched = weights.prefetch(stacks, following)
+            prefetched = weights.prefetch(stacks, next_item)
             x, dkept = self.read(i)
             gradients, back = self.pull((slices, frozen), x, back, dkept, i)
             # XLA:CPU would fuse the products into the update, and copy the stacks.
@@ -212,9 +212,9 @@ class BackwardPass:
 
         def one(
             total: PyTree[Array],
-            arguments: tuple[PyTree, PyTree, list[Array], list[Array]],
+            args: tuple[PyTree, PyTree, list[Array], list[Array]],
         ) -> tuple[PyTree[Array], PrologueGradients]:
-            gradients, dx, new = pull(*arguments)
+            gradients, dx, new = pull(*args)
             total = jax.tree.map(jnp.add, total, narrow(gradients))
             return total, PrologueGradients(dx, new)
 
@@ -234,10 +234,10 @@ class BackwardPass:
             return jax.tree.map(jnp.add, by_rest, pull(self.batch, back))
 
         def one(
-            total: Rest, arguments: tuple[PyTree, PrologueGradients]
+            total: Rest, args: tuple[PyTree, PrologueGradients]
         ) -> tuple[Rest, None]:
             add = lambda s, g: s + g.astype(s.dtype)
-            return jax.tree.map(add, total, pull(*arguments)), None
+            return jax.tree.map(add, total, pull(*args)), None
 
         total = lax.scan(one, by_rest, (self.batch, back))[0]
         if self.dtypes != [x.dtype for x in self.weights.stacks]:
@@ -245,12 +245,12 @@ class BackwardPass:
         return jax.tree.map(lambda g, x: g.astype(x.dtype), total, rest)
 
 
-def _for_one(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    return function(*arguments)
+def _for_one(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    return function(*args)
 
 
-def _for_each(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    return lax.map(lambda xs: function(*xs), arguments)
+def _for_each(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    return lax.map(lambda xs: function(*xs), args)
 
 
 def _all_epilogues(
@@ -265,9 +265,9 @@ def _all_epilogues(
     count = len(jax.tree.leaves(batch)[0])
 
     def epilogue(
-        total: Rest, arguments: tuple[PyTree, PyTree, PyTree]
+        total: Rest, args: tuple[PyTree, PyTree, PyTree]
     ) -> tuple[Rest, EpilogueGradients]:
-        one = model.pull_epilogue(rest, *arguments, dtype)
+        one = model.pull_epilogue(rest, *args, dtype)
         divisor = 1 if isinstance(one.loss, WeightedLoss) else count
         mean = lambda tree: jax.tree.map(lambda g: g / divisor, tree)
         total = jax.tree.map(

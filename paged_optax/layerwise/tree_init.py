@@ -32,7 +32,7 @@ from paged_optax.layerwise.weights import host_like
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.context import within
-from paged_optax.transform.trees import paths_of
+from paged_optax.transform.trees import leaf_paths
 
 
 def init_stacked(
@@ -46,15 +46,15 @@ def init_stacked(
     leaves: list[Array] = tree.stacked_leaves(params)
     layers = _LayerInit(tx, tree, leaves)
     shapes = tree.structure.unflatten(layers.each_leaf(_shape))
-    paths, _ = paths_of(as_pure(shapes))
+    paths, _ = leaf_paths(as_pure(shapes))
     members, _ = tree.stacked
     stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
     # The moments of a stack are all on the device, or all on the host.
-    together = tuple((paths[number], n) for n, x in stacks for number in x)
+    together = tuple((paths[index], n) for n, x in stacks for index in x)
     with within(stacks=together):
         entries = abstract_state(tx, shapes)
     types = tree.stack(entries, stacked_shape)
-    numbers = tree.members_of(
+    numbers = tree.get_members(
         jax.tree.structure(as_pure(entries), is_leaf=is_quantized)
     )
     layers = layers.with_sizes_if_needed(numbers)
@@ -77,14 +77,14 @@ def _filled(
     write = jax.jit(write_slice, donate_argnums=0)
     for i in range(layers.tree.length):
         at = {n: m[i] for n, m in enumerate(numbers) if not isinstance(m, int)}
-        at = {n: number for n, number in at.items() if number >= 0}
+        at = {n: index for n, index in at.items() if index >= 0}
         new = layers.state(i, [*at.values()])
         put = lambda stack, x, i=i: write(stack, jax.device_put(x, DEVICE)[None], i)
-        for n, number in at.items():
+        for n, index in at.items():
             if state[n] is None:
                 stack = like[n].stack if isinstance(like[n], SomeLayers) else like[n]
-                state[n] = jax.tree.map(_zeros, stack, new[number])
-            state[n] = jax.tree.map(put, state[n], new[number])
+                state[n] = jax.tree.map(_zeros, stack, new[index])
+            state[n] = jax.tree.map(put, state[n], new[index])
         jax.block_until_ready(state)
     return structure.unflatten(
         [
@@ -114,14 +114,14 @@ class _LayerInit:
     params: Sequence[Array]
     sizes: bool = False
 
-    def each_leaf(self, each: Callable[[Array, int | None], PyTree]) -> list[PyTree]:
+    def each_leaf(self, item: Callable[[Array, int | None], PyTree]) -> list[PyTree]:
         """The own tree's leaves: `each(x, i)` of layer i of a stack; None: the rest."""
         members, _ = self.tree.stacked
         leaves = [
-            each(x, None) if isinstance(m, int) else x
+            item(x, None) if isinstance(m, int) else x
             for m, x in zip(members, self.params, strict=True)
         ]
-        return tree_leaves(members, leaves, each)
+        return tree_leaves(members, leaves, item)
 
     def state(self, layer: int | None, numbers: Sequence[int]) -> dict[int, PyTree]:
         """Returns leaves of the own state, by their numbers, for one layer."""
@@ -150,13 +150,13 @@ class _LayerInit:
         Raises:
           ValueError: If `tx.init` combines layers.
         """
-        structure, whole = self._described(lambda i: True)
+        structure, full = self._described(lambda i: True)
         stacks = [m for m in numbers if not isinstance(m, int)]
         # One layer with each set of moments.
         firsts = {tuple(m[i] < 0 for m in stacks): i for i in range(self.tree.length)}
         for layer in (None, *firsts.values()):
             same, one = self._described(lambda i, layer=layer: i == layer)
-            if same != structure or one[layer] != whole[layer]:
+            if same != structure or one[layer] != full[layer]:
                 return dataclasses.replace(self, sizes=True)
         return self
 
@@ -175,9 +175,9 @@ class _LayerInit:
         flat, roles = Flat(closed), Roles(self.tree, params, state)
         of_params = roles.of_parameters("parameter")
         read = {n: frozenset([layer]) for n, (_, layer) in enumerate(of_params)}
-        for equation in flat.equations:
-            layers = frozenset().union(*(read.get(x, ()) for x in equation.numbers))
-            read |= dict.fromkeys(equation.outputs, layers)
+        for eqn in flat.eqns:
+            layers = frozenset().union(*(read.get(x, ()) for x in eqn.numbers))
+            read |= dict.fromkeys(eqn.outputs, layers)
         described = defaultdict[int | None, list[Hashable]](list)
         pairs = zip(flat.outputs, closed.out_avals, roles.of_state, strict=True)
         for x, aval, (name, layer) in pairs:

@@ -76,7 +76,7 @@ class TreeUpdate:
     plain: bool = False
 
     @classmethod
-    def of(
+    def create(
         cls,
         tx: optax.GradientTransformationExtraArgs,
         tree: LayerTree | None,
@@ -92,21 +92,21 @@ class TreeUpdate:
         Raises:
           ValueError: If `tx` mixes parameters, or several elements of a stack.
         """
-        gradients = _with_dtypes(layered, dtypes)
+        grads = _with_dtypes(layered, dtypes)
         if tree is None:
             tree = LayerTree.of_stacks(layered.partition.structure)
-            same = SameUpdates.of(tx, tree, layered.params, gradients)
-            sliced = [n for n, yes in enumerate(layered.sliced) if yes]
-            same.refuse_parts(layered, gradients, sliced)
-            layered.refuse_other_stacks()
+            same = SameUpdates.create(tx, tree, layered.params, grads)
+            sliced = [n for n, flag in enumerate(layered.sliced) if flag]
+            same.check_complete(layered, grads, sliced)
+            layered.check_same_stacks()
             members, structure = range(len(layered.state)), layered.state_structure
             plain = same.whole.state == [
                 str(jax.tree.map(dtype_and_shape, x)) for x in layered.state
             ]
             return cls(tx, tree, layered, structure, members, same, plain)
         structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
-        same = SameUpdates.of(tx, tree, layered.params, gradients)
-        members = tree.members_of(structure)
+        same = SameUpdates.create(tx, tree, layered.params, grads)
+        members = tree.get_members(structure)
         return cls(tx, tree, layered, structure, members, same)
 
     def in_chunks(
@@ -117,8 +117,8 @@ class TreeUpdate:
         Raises:
           ValueError: If the rows of a chunked parameter are not updated alone.
         """
-        gradients = _with_dtypes(layered, dtypes)
-        self.same.refuse_parts(layered, gradients, layered.chunked)
+        grads = _with_dtypes(layered, dtypes)
+        self.same.check_complete(layered, grads, layered.chunked)
         return dataclasses.replace(self, layered=layered)
 
     @property
@@ -177,20 +177,22 @@ class TreeUpdate:
             return new_params, new_state
         of_stacks = [self._of_kind(layers, *apart(True)) for layers in self.by_kind]
         order = np.argsort(np.concatenate(self.by_kind))
-        joined = of_stacks[0]
+        merged = of_stacks[0]
         if len(of_stacks) > 1:
             join = lambda *xs: jnp.concatenate(xs)[order]
-            joined = jax.tree.map(join, *of_stacks)
-        return _merged(new_params, joined[0]), _merged(new_state, joined[1])
+            merged = jax.tree.map(join, *of_stacks)
+        return _merged(new_params, merged[0]), _merged(new_state, merged[1])
 
     def _of_kind(
         self, layers: Sequence[int], updates: Leaves, state: Leaves, params: Leaves
     ) -> Updated:
         """Updates all layers of one kind with `jax.vmap`."""
         numbers = np.asarray(layers, np.int32)
-        owners = zip(self.layered.state, self.layered.owners, strict=True)
+        param_indices = zip(self.layered.state, self.layered.param_indices, strict=True)
         # Counts, rates and coefficients, which belong to no parameter.
-        shared = [x if owner is None else None for x, owner in owners]
+        shared = [
+            x if param_index is None else None for x, param_index in param_indices
+        ]
         shared = jax.tree.map(on_device, shared)
         trees = list(updates), list(state), list(params)
         if len(layers) < self.layered.length:
@@ -221,7 +223,7 @@ class TreeUpdate:
         fill = functools.partial(_placed, place, zeros, self.same.pruned)
         layered, structure = self.layered, self.tree.structure
         tree_params = fill(members, params, layered.params)
-        arguments = (
+        args = (
             structure.unflatten(fill(members, updates, layered.params)),
             self.state_structure.unflatten(
                 fill(self.state_members, state, layered.state)
@@ -241,7 +243,7 @@ class TreeUpdate:
             within(layer=i, visitor=visitor),
             known_shardings(tree_params, places),
         ):
-            changes, new_state = self.tx.update(*arguments)
+            changes, new_state = self.tx.update(*args)
         tree_changes = structure.flatten_up_to(changes)
         if self.same.pruned:
             new_leaves = self.state_structure.flatten_up_to(new_state)
@@ -287,9 +289,9 @@ def only(
 
 
 def _merged(
-    leaves: Sequence[Value | None], others: Sequence[Value | None]
+    leaves: Sequence[Value | None], remaining: Sequence[Value | None]
 ) -> list[Value | None]:
-    pairs = zip(leaves, others, strict=True)
+    pairs = zip(leaves, remaining, strict=True)
     return [y if x is None else x for x, y in pairs]
 
 
@@ -305,13 +307,13 @@ def _placed(
 
     def entry(member: Members, x: Stored | None, old: Stored) -> PyTree:
         if isinstance(member, int):
-            blank = jax.tree.map(lambda x: zeros(x.shape, x.dtype), old)
-            return blank if x is None else x
-        blank: PyTree = optax.MaskedNode()
+            empty = jax.tree.map(lambda x: zeros(x.shape, x.dtype), old)
+            return empty if x is None else x
+        empty: PyTree = optax.MaskedNode()
         if not pruned:
-            blank = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), old)
+            empty = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), old)
         there = x is not None and place is not None and member[place] >= 0
-        return jax.tree.map(lambda x: x[0], x) if there else blank, blank
+        return jax.tree.map(lambda x: x[0], x) if there else empty, empty
 
     entries = list(map(entry, members, leaves, like))
     return tree_leaves(members, entries, lambda pair, i: pair[i != place])

@@ -114,7 +114,7 @@ class UpdateAtOnce:
         """Runs the step."""
         step, clipping = self.step, self.step.clipping
         weights, zero = step.weights(), clipping.zero
-        layers = BackwardPass.of(
+        layers = BackwardPass.create(
             *(
                 step.model,
                 weights,
@@ -139,10 +139,10 @@ class UpdateAtOnce:
         limit = norm
         if limit is None:
             by_rest = layers.rest_gradients(back)
-            of_rest = clipping.measure(by_rest)
+            rest_measure = clipping.measure(by_rest)
             # XLA copies gradients that an update overwrites before they are measured.
-            of_rest, by_rest = lax.optimization_barrier((of_rest, by_rest))
-            measure, limit = carry.measure + of_rest, of_rest.norm
+            rest_measure, by_rest = lax.optimization_barrier((rest_measure, by_rest))
+            measure, limit = carry.measure + rest_measure, rest_measure.norm
         by_rest = clipping.clipped(by_rest, limit)
         loss, metrics = layers.epilogue.loss, layers.epilogue.metrics
         output = LayerwiseOutput(mean_of(loss), metrics, measure.norm)
@@ -192,8 +192,8 @@ class UpdateAfterNorm:
         step, clipping = self.step, self.step.clipping
         weights = step.weights()
         totals, metrics = self.gradients(weights, step.partition.rest, workspace, batch)
-        by_rest, of_rest = totals.by_rest, clipping.measure(totals.by_rest)
-        measure = metrics.layers + of_rest
+        by_rest, rest_measure = totals.by_rest, clipping.measure(totals.by_rest)
+        measure = metrics.layers + rest_measure
         # No gradient is fetched for an update before the norm of all is known.
         norm, weights.stacks, host = lax.optimization_barrier(
             (measure.norm, totals.stacks, totals.host)
@@ -202,7 +202,7 @@ class UpdateAfterNorm:
         gradients = HostGradients(host, gradient_dtypes(workspace), clipping, norm)
         small = schedule.optimizer.layered.small_gradients(workspace.gradients)
         stacks, slots, small = schedule.update(weights, gradients, small)
-        limit = norm if clipping.clip == "global" else of_rest.norm
+        limit = norm if clipping.clip == "global" else rest_measure.norm
         by_rest = clipping.clipped(by_rest, limit)
         workspace = totals.stored_in(workspace)
         output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
@@ -219,14 +219,14 @@ class UpdateAfterNorm:
         def one_batch(
             totals: BatchCarry, numbered: tuple[Int[Array, ""], PyTree]
         ) -> tuple[BatchCarry, BatchMetrics]:
-            number, batch = numbered
+            index, batch = numbered
             stacks = weights.with_stacks(totals.stacks)
-            layers = BackwardPass.of(
+            layers = BackwardPass.create(
                 *(step.model, stacks, rest, batch, gradient_dtypes(totals.workspace)),
                 totals.weight,
-                last=number == count - 1,
+                last=index == count - 1,
             )
-            return self.send(layers, count, totals, number)
+            return self.send(layers, count, totals, index)
 
         if not step.accumulate:
             start = BatchCarry.first(weights.stacks, workspace, None, zero)
@@ -245,7 +245,7 @@ class UpdateAfterNorm:
         layers: BackwardPass,
         count: int,
         totals: BatchCarry,
-        number: Int[Array, ""],
+        index: Int[Array, ""],
     ) -> tuple[BatchCarry, BatchMetrics]:
         """Adds one micro-batch's gradients, layer by layer, to the host's."""
         clipping, loss = self.step.clipping, layers.epilogue.loss
@@ -253,8 +253,8 @@ class UpdateAfterNorm:
         divisor, share = count, None
         if isinstance(loss, WeightedLoss):
             divisor, before, weight = 1, weight, weight + loss.weight
-            share = over(weight_divisor(before), weight, number == count - 1)
-        sink = HostSink(clipping, count, number, divisor, share)
+            share = over(weight_divisor(before), weight, index == count - 1)
+        sink = HostSink(clipping, count, index, divisor, share)
         start = clipping.zero, host, workspace
         (measure, host, workspace), stacks, back = layers.run(sink.store, start)
         total = jax.tree.map(lambda x: x / divisor, layers.rest_gradients(back))

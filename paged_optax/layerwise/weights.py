@@ -24,7 +24,7 @@ from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.transfers import to_device, to_host
-from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
+from paged_optax.layerwise.parameters import by_name, check_stacked, stack_length
 from paged_optax.layerwise.slices import LayerIndex, read_slice
 
 #: Slices of one layer: of the trained stacks, and of the frozen ones.
@@ -66,13 +66,13 @@ def on_device(x: Array) -> Array:
 def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
     """Fetches the leaves on the host after `dependency` is computed."""
     leaves, structure = jax.tree.flatten(tree)
-    hosted = [x for x in leaves if on_host(x)]
-    if not hosted:
+    offloaded = [x for x in leaves if on_host(x)]
+    if not offloaded:
         return tree, dependency
     # Without the barrier XLA merges all fetches of one array, and keeps the result.
-    hosted, dependency = lax.optimization_barrier((hosted, dependency))
-    fetched = iter([on_device(x) for x in hosted])
-    leaves = [next(fetched) if on_host(x) else x for x in leaves]
+    offloaded, dependency = lax.optimization_barrier((offloaded, dependency))
+    loaded = iter([on_device(x) for x in offloaded])
+    leaves = [next(loaded) if on_host(x) else x for x in leaves]
     return structure.unflatten(leaves), dependency
 
 
@@ -114,7 +114,7 @@ class Frozen:
     rest: Mapping[Hashable, PyTree[Array]]
 
     @classmethod
-    def of(cls, frozen: PyTree, key: str, length: int) -> "Frozen":
+    def create(cls, frozen: PyTree, key: str, length: int) -> "Frozen":
         """Partitions frozen parameters.
 
         Raises:
@@ -131,7 +131,7 @@ class Frozen:
         layers = rest.pop(key, None)
         name = f"frozen[{key!r}]"
         check_arrays(name, layers)
-        refuse_one_by_one(layers)
+        check_stacked(layers)
         for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
             if x.shape[:1] != (length,):
                 raise ValueError(
@@ -167,7 +167,7 @@ class Weights:
         self.shards, self.frozen_shards = shards, frozen_shards
         self.stacks, self.structure = jax.tree.flatten(layers)
         self.frozen, self._frozen_structure = jax.tree.flatten(frozen)
-        self.length = length_of(layers)
+        self.length = stack_length(layers)
 
     def with_stacks(self, stacks: Sequence[Array]) -> "Weights":
         """The same layers with other trained stacks."""
@@ -178,8 +178,8 @@ class Weights:
     @property
     def prefetches(self) -> bool:
         """True if weights are prefetched while the previous layer is computed."""
-        hosted = any(map(on_host, [*self.stacks, *self.frozen]))
-        return GPU_FETCHES_AHEAD and self.length > 1 and hosted
+        offloaded = any(map(on_host, [*self.stacks, *self.frozen]))
+        return GPU_FETCHES_AHEAD and self.length > 1 and offloaded
 
     def prefetch(self, stacks: Sequence[Array], i: LayerIndex | None) -> Prefetched:
         """Prefetches layer i; nothing for None."""
@@ -216,12 +216,12 @@ class Weights:
             if x.ndim == 2 and not on_host(x):
                 by_kind[x.shape, x.dtype].append(n)
         vectors = {}
-        for positions in by_kind.values():
-            group = [stacks[n] for n in positions]
+        for indices in by_kind.values():
+            group = [stacks[n] for n in indices]
             small = sum(map(nbytes, group)) <= _LARGEST_VECTORS
             if len(group) > 1 and small and on_one_device(group):
-                joined = jnp.stack(group, axis=1)
-                vectors |= {n: (joined, k) for k, n in enumerate(positions)}
+                merged = jnp.stack(group, axis=1)
+                vectors |= {n: (merged, k) for k, n in enumerate(indices)}
         return vectors
 
     def slices(
@@ -235,14 +235,14 @@ class Weights:
         trained, frozen = prefetched or Prefetched({}, {})
         vectors = vectors or {}
 
-        def each(n: int, x: Array) -> Array:
+        def item(n: int, x: Array) -> Array:
             if n in vectors:
-                joined, k = vectors[n]
-                return read_slice(joined, i)[:, k]
+                merged, k = vectors[n]
+                return read_slice(merged, i)[:, k]
             return trained[n] if n in trained else self.read(n, x, i)
 
         return (
-            [each(n, x) for n, x in enumerate(stacks)],
+            [item(n, x) for n, x in enumerate(stacks)],
             [
                 frozen[n] if n in frozen else self.read_frozen(n, i)
                 for n in range(len(self.frozen))

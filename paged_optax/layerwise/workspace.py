@@ -21,8 +21,8 @@ from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.parameters import (
     Shaped,
     by_name,
-    length_of,
     placed_shape,
+    stack_length,
     zeros,
 )
 from paged_optax.layerwise.slices import is_sliced
@@ -151,7 +151,7 @@ class GradientWorkspace:
         flat, structure = tree_flatten_with_path(layers)
         names = [path_name(path) for path, _ in flat]
         stacks = [x for _, x in flat]
-        length_of(layers)
+        stack_length(layers)
         patterns = [accumulate] if isinstance(accumulate, str) else accumulate
         accumulated = set[str]().union(*(matching_names(p, names) for p in patterns))
         host = None
@@ -189,17 +189,17 @@ class GradientWorkspace:
         """
         check_arrays("gradients", gradients)
         described = lambda tree: jax.tree.map(lambda x: x.shape, tree)
-        shapes, wanted = described(gradients), described(self.gradients)
-        if shapes != wanted:
+        shapes, expected = described(gradients), described(self.gradients)
+        if shapes != expected:
             raise ValueError(
                 f"gradients of the shapes {shapes} are not those of one layer:"
-                f" {wanted}."
+                f" {expected}."
             )
-        held, structure = jax.tree.flatten(self.gradients)
+        retained, structure = jax.tree.flatten(self.gradients)
         written = [
             old + new.astype(old.dtype) if adds else new.astype(old.dtype)
             for old, new, adds in zip(
-                held, jax.tree.leaves(gradients), self.accumulates, strict=True
+                retained, jax.tree.leaves(gradients), self.accumulates, strict=True
             )
         ]
         return dataclasses.replace(
@@ -214,10 +214,10 @@ class GradientWorkspace:
         Returns:
           The workspace.
         """
-        held, structure = jax.tree.flatten(self.gradients)
+        retained, structure = jax.tree.flatten(self.gradients)
         zeroed = [
             jnp.zeros_like(x) if adds else x
-            for x, adds in zip(held, self.accumulates, strict=True)
+            for x, adds in zip(retained, self.accumulates, strict=True)
         ]
         return dataclasses.replace(
             self, gradients=jax.tree.unflatten(structure, zeroed)
@@ -239,16 +239,16 @@ class GradientWorkspace:
         """
         layers, rest = self._allocated_for(params)
         placed = jax.tree.map(placed_shape, layers)
-        blank = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
-        stored = lambda like, x: blank(like, x, is_sliced(x) and not self.on_device)
-        gradients = jax.tree.map(blank, placed, self.gradients)
+        empty = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
+        stored = lambda like, x: empty(like, x, is_sliced(x) and not self.on_device)
+        gradients = jax.tree.map(empty, placed, self.gradients)
         host, pending = self.host, self.pending
         if host is not None:
             host = jax.tree.map(stored, placed, host)
         if pending is not None:
-            each = jax.tree.map(placed_shape, rest)
+            item = jax.tree.map(placed_shape, rest)
             stack = jax.tree.leaves(placed)[0]
-            pending = _nothing_pending(each, jax.tree.leaves(gradients), stack)
+            pending = _nothing_pending(item, jax.tree.leaves(gradients), stack)
         return dataclasses.replace(
             self, gradients=gradients, host=host, pending=pending
         )
@@ -285,34 +285,33 @@ class GradientWorkspace:
           ValueError: If the sizes differ; the message names the leaf.
         """
         layer = jax.tree.map(_slice_shape, layers)
-        _refuse_other("", self.gradients, layer, _ALLOCATE)
+        _check_same("", self.gradients, layer, _ALLOCATE)
         if self.host is not None:
-            _refuse_other(".host", self.host, layers, _ALLOCATE)
+            _check_same(".host", self.host, layers, _ALLOCATE)
         if self.pending is not None:
-            _refuse_other(".pending.rest", self.pending.rest, rest, _PASS_REST)
+            _check_same(".pending.rest", self.pending.rest, rest, _PASS_REST)
 
 
 def _slice_shape(x: Shaped) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], jax.typeof(x).dtype)
 
 
-def _refuse_other(field: str, allocated: PyTree, model: PyTree, way_out: str) -> None:
+def _check_same(field: str, allocated: PyTree, model: PyTree, hint: str) -> None:
     """Raises if buffers have other names or shapes than a model's."""
-    shapes, wanted = (
+    shapes, expected = (
         {keystr(path): x.shape for path, x in tree_flatten_with_path(tree)[0]}
         for tree in (allocated, model)
     )
-    for name in (*wanted, *shapes):
-        shape, other = shapes.get(name), wanted.get(name)
+    for name in (*expected, *shapes):
+        shape, other = shapes.get(name), expected.get(name)
         if shape != other:
             raise ValueError(
                 f"workspace{field}{name} is allocated for the shape {shape}, and the"
-                f" model has {other} there: {way_out}"
+                f" model has {other} there: {hint}"
             )
-    if [*shapes] != [*wanted]:
+    if [*shapes] != [*expected]:
         raise ValueError(
-            f"workspace{field} has its leaves in another order than the model:"
-            f" {way_out}"
+            f"workspace{field} has its leaves in another order than the model: {hint}"
         )
 
 
@@ -327,9 +326,9 @@ def _nothing_pending(
             f"rest is of type {type(rest).__name__}: pass a mapping of the parameters"
             " without the layers', as the prologue gets it."
         )
-    blank: Callable[..., PyTree] = zeros
+    empty: Callable[..., PyTree] = zeros
     return Pending(
-        blank(stack, (), jnp.bool_),
-        blank(stack, (), widest(rest, gradients)),
-        jax.tree.map(lambda x: blank(x, x.shape, jax.typeof(x).dtype), children),
+        empty(stack, (), jnp.bool_),
+        empty(stack, (), widest(rest, gradients)),
+        jax.tree.map(lambda x: empty(x, x.shape, jax.typeof(x).dtype), children),
     )

@@ -175,8 +175,8 @@ class Chunks:
         if chunk is None:
             chunk = max(_LEAST, _BYTES // (4 * max(tokens, width, 1)))
         size, tile, blocks = max(1, min(chunk, vocab)), _TILES[axis], 1
-        most = 1 if one_device and axis == 1 else _MOST_BLOCKS
-        while blocks < most and 2 * blocks * tile <= size:
+        maximum = 1 if one_device and axis == 1 else _MOST_BLOCKS
+        while blocks < maximum and 2 * blocks * tile <= size:
             if vocab % (2 * blocks * tile):
                 break
             blocks *= 2
@@ -186,14 +186,14 @@ class Chunks:
     def fold(self, step: Callable[..., Carry], carry: Carry) -> Carry:
         """Folds `step(start, size, carry)` over the chunks."""
         block = self.vocab // self.blocks
-        turns, rest = divmod(block, self.size)
+        iterations, rest = divmod(block, self.size)
         if rest:
             # First: XLA:GPU would hoist it before the loop (jax 0.12.0.1).
-            carry = step(turns * self.size, rest, carry)
-        if turns > 1:
+            carry = step(iterations * self.size, rest, carry)
+        if iterations > 1:
             run = lambda i, carry: step(i * self.size, self.size, carry)
-            return lax.fori_loop(0, turns, run, carry)
-        return step(0, self.size, carry) if turns else carry
+            return lax.fori_loop(0, iterations, run, carry)
+        return step(0, self.size, carry) if iterations else carry
 
     def entries(self, start: ArrayLike, size: int) -> Integer[Array, " chunk"]:
         """Returns a chunk's entries of the vocabulary."""
@@ -332,8 +332,8 @@ def _backward(
 
     zeros = jax.tree.map(lambda x: _zeros(inputs, x.shape, x.dtype), inputs)
     wide = zeros.x.astype(_dtypes(inputs)[1])
-    gradients = head.chunks.fold(step, zeros._replace(x=wide))
-    return gradients._replace(x=gradients.x.astype(inputs.x.dtype)), None
+    grads = head.chunks.fold(step, zeros._replace(x=wide))
+    return grads._replace(x=grads.x.astype(inputs.x.dtype)), None
 
 
 _scores.defvjp(_forward, _backward)

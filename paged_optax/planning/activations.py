@@ -76,12 +76,12 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
         alike[layer[0], types].append(layer)
     of = lambda family: {n for layer in family for n in numbered[layer].values()}
     size = lambda family: nbytes([leaves[n][1] for n in of(family)])
-    most = max((x for x in alike.values() if len(x) > 1), key=size, default=None)
-    if most is None:
+    maximum = max((x for x in alike.values() if len(x) > 1), key=size, default=None)
+    if maximum is None:
         return None
-    prefix, number = min(most)
-    one = tuple(leaves[n] for n in numbered[prefix, number].values())
-    return Layers(len(most), one, others(of(most)), f"{prefix}{number}")
+    prefix, index = min(maximum)
+    one = tuple(leaves[n] for n in numbered[prefix, index].values())
+    return Layers(len(maximum), one, others(of(maximum)), f"{prefix}{index}")
 
 
 def stacks_under(params: PyTree, key: str) -> frozenset[int]:
@@ -99,16 +99,16 @@ def _by_path(params: PyTree) -> list[NamedShape]:
 
 def _stacks(leaves: Sequence[NamedShape], key: str) -> tuple[list[int], int]:
     """Positions of the stacks under a key, and their length."""
-    inside = [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
-    lengths = {leaves[n][1].shape[:1] for n in inside}
+    inner = [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
+    lengths = {leaves[n][1].shape[:1] for n in inner}
     if len(lengths) != 1 or lengths == {()}:
         return [], 0
     # Matrices and vectors of a list of layers may begin with one width.
-    number = re.compile(rf"(^|/){re.escape(key)}/[^/\d]*\d+(/|$)")
-    listed = any(number.search(leaves[n][0]) for n in inside)
-    if listed and max(len(leaves[n][1].shape) for n in inside) < 3:
+    index = re.compile(rf"(^|/){re.escape(key)}/[^/\d]*\d+(/|$)")
+    listed = any(index.search(leaves[n][0]) for n in inner)
+    if listed and max(len(leaves[n][1].shape) for n in inner) < 3:
         return [], 0
-    return inside, lengths.pop()[0]
+    return inner, lengths.pop()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Sizes:
         return workload.tokens * (8 * parameters + attention)
 
 
-def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
+def get_sizes(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     """The sizes of a model, and a note on assumed heads.
 
     All experts of a mixture are counted, as if each token went to each expert.

@@ -28,7 +28,7 @@ class Card:
 
     memory: int
     link: float  # in one direction
-    both_ways: float  # both directions together
+    bidirectional: float  # both directions together
     teraflops: float  # in bfloat16; in float16 if `bfloat16` is set
     gpu: bool = True  # False: a TPU
     bfloat16: float | None = None  # of tensor cores that support float16 only
@@ -59,8 +59,8 @@ class Card:
 _PCIE3, _PCIE4, _PCIE5 = (16.0, 32.0), (32.0, 64.0), (64.0, 128.0)
 
 
-def _gib(number: float) -> int:
-    return int(number * (1 << 30))
+def _gib(index: float) -> int:
+    return int(index * (1 << 30))
 
 
 #: Memory is the least that public PyTorch logs report; `nvidia-smi` shows up to 0.9 GiB
@@ -165,7 +165,7 @@ class Rates:
     """Rates of transfers, in GB/s, and of products in training, in TFLOP/s."""
 
     link: float  # in one direction
-    both_ways: float  # both directions together
+    bidirectional: float  # both directions together
     teraflops: tuple[float, float] | None = None  # at worst and at best, if known
 
     @staticmethod
@@ -173,11 +173,11 @@ class Rates:
         link: float | None, teraflops: float | None, card: Card | None, dtype: DTypeLike
     ) -> "Rates":
         """Stated rates, else those of a card for products of `dtype`."""
-        reached = both_ways = None
+        reached = bidirectional = None
         if link is not None:
             link = machine_rate("link_gigabytes_per_second", link)
         elif card is not None:
-            link, both_ways = card.link, card.both_ways
+            link, bidirectional = card.link, card.bidirectional
         else:
             link = DEFAULT_LINK
         if teraflops is not None:
@@ -186,19 +186,19 @@ class Rates:
         elif card is not None:
             products = card.products(dtype)
             reached = _LEAST * products, _MOST * products
-        return Rates(link, both_ways or 2 * link, reached)
+        return Rates(link, bidirectional or 2 * link, reached)
 
     def seconds(
-        self, operations: int, moved: int, overlap: bool
+        self, operations: int, moved: int, overlapped: bool
     ) -> tuple[float, float] | None:
         """Seconds of a step, at best and at worst; None without a rate of products.
 
-        At best both directions transfer at the same time, and with `overlap` beside
+        At best both directions transfer at the same time, and with `overlapped` beside
         products. At worst nothing overlaps.
         """
         if self.teraflops is None:
             return None
         worst, best = (operations / 1e12 / x for x in self.teraflops)
-        apart, together = (moved / 1e9 / x for x in (self.link, self.both_ways))
-        least = max(best, together) if overlap else best + together
-        return least, worst + apart
+        apart, together = (moved / 1e9 / x for x in (self.link, self.bidirectional))
+        minimum = max(best, together) if overlapped else best + together
+        return minimum, worst + apart

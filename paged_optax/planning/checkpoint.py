@@ -75,8 +75,8 @@ def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
                 shapes[name] = jax.ShapeDtypeStruct(tuple(shape), floating)
             elif bits and dtype not in ("I64", "U64"):
                 packed += int(bits[1]) * math.prod(shape) // 8
-    if others := [x for x in shapes if _PICTURES.match(x)]:
-        size = nbytes([shapes.pop(x) for x in others])
+    if remaining := [x for x in shapes if _PICTURES.match(x)]:
+        size = nbytes([shapes.pop(x) for x in remaining])
         warn_user(
             f"{str(paths[0].parent)!r}: {size} bytes of weights that see pictures are"
             " left out; the decoder's are counted."

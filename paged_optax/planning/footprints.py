@@ -141,37 +141,35 @@ class Footprints:
             best, worst = row.seconds or (0.0, row.link_seconds)
             return worst, best, -self.left(row)
 
-        whole = (row for row in self.fitting if not row.adapters)
-        return min(whole, key=rank, default=None)
+        full = (row for row in self.fitting if not row.adapters)
+        return min(full, key=rank, default=None)
 
     def tables(self) -> Iterator[str]:
         """Totals, parts on the device, and seconds with a batch."""
         # One unit for all rows, to compare them.
         largest = max((max(row.device, row.host) for row in self.rows), default=0)
         unit, scale = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
-        number = lambda size: f"{size / 2**scale:.1f}"
+        index = lambda size: f"{size / 2**scale:.1f}"
         rows = [
             (
                 row.way,
-                *map(number, (row.device, row.host)),
+                *map(index, (row.device, row.host)),
                 f"{row.link_seconds:.2g}",
                 "yes" if self.fits(row) else "no",
-                number(self.left(row)),
+                index(self.left(row)),
             )
             for row in self
         ]
-        titles = f"way, in {unit}", "device", "host", "link s", "fits", "left"
-        yield table(titles, rows)
+        labels = f"way, in {unit}", "device", "host", "link s", "fits", "left"
+        yield table(labels, rows)
         parts = [(x.parameters, x.gradients, x.moments, x.scratch) for x in self]
-        rows = [
-            (x.way, *map(number, part)) for x, part in zip(self, parts, strict=True)
-        ]
-        titles = "on the device", "weights", "gradients", "moments", "scratch"
-        yield table(titles, rows)
+        rows = [(x.way, *map(index, part)) for x, part in zip(self, parts, strict=True)]
+        labels = "on the device", "weights", "gradients", "moments", "scratch"
+        yield table(labels, rows)
         if self.workload is not None:
             batch = f"{self.workload.batch} x {self.workload.length} tokens"
             timed = ("seconds a step",) if self.rows[0].seconds else ()
-            rows = [(x.way, number(x.activations), *_range(x)) for x in self]
+            rows = [(x.way, index(x.activations), *_range(x)) for x in self]
             yield table((batch, "activations", *timed), rows)
 
     def notes(self) -> str:
@@ -201,24 +199,24 @@ class Footprints:
         """The way to choose, its seconds and its code; empty without a batch."""
         if self.workload is None:
             return ""
-        chosen = self.choice
-        if chosen is None:
-            least = max(self.rows, key=self.left)
-            missing = readable_bytes(max(0, -self.left(least)))
+        subset = self.choice
+        if subset is None:
+            minimum = max(self.rows, key=self.left)
+            missing = readable_bytes(max(0, -self.left(minimum)))
             fitting = [f" {row.way} fits." for row in self.fitting[:1]]
             return wrap_text(
-                f"Nothing fits: {least.way} takes the least of the device, and"
+                f"Nothing fits: {minimum.way} takes the least of the device, and"
                 f" {missing} too much. Fewer or shorter sequences take less, as"
                 f" micro-batches too.{_savings(self.workload)}{''.join(fitting)}"
             )
-        size, most = readable_bytes(chosen.device), readable_bytes(self.available)
-        text = f"Choose {chosen.way}: the fastest that fits, {size} of {most}"
-        text += "".join(f", {x} seconds a step" for x in _range(chosen)) + "."
-        if not chosen.seconds:
+        size, maximum = readable_bytes(subset.device), readable_bytes(self.available)
+        text = f"Choose {subset.way}: the fastest that fits, {size} of {maximum}"
+        text += "".join(f", {x} seconds a step" for x in _range(subset)) + "."
+        if not subset.seconds:
             text += " Its seconds need the rate of products: a card, or TFLOP/s."
         fused = self.workload.fused_head
         code = training_code(
-            chosen.way, self.inner, self.arguments, fused, self.devices
+            subset.way, self.inner, self.arguments, fused, self.devices
         )
         return f"{wrap_text(text)}\n\n{code}"
 
@@ -241,8 +239,8 @@ class Footprints:
         if taken is not None and limited >= taken:
             yield text
             return
-        least = readable_bytes(limited)
-        yield f"{text} With this, before JAX starts, the pool takes {least}:"
+        minimum = readable_bytes(limited)
+        yield f"{text} With this, before JAX starts, the pool takes {minimum}:"
         yield f"export {pinned_pool.POOL_LIMIT}={gigabytes}"
 
     def _share_notes(self) -> Iterator[str]:
@@ -343,8 +341,8 @@ def _savings(workload: Workload) -> str:
     blocks, fused = workload.score_blocks > 1, workload.fused_head
     if blocks:
         return "" if fused else " A head by linear_cross_entropy takes less."
-    others = "" if fused else " and a head by linear_cross_entropy"
-    return f" Scores in blocks{others} take less."
+    remaining = "" if fused else " and a head by linear_cross_entropy"
+    return f" Scores in blocks{remaining} take less."
 
 
 def _range(row: Footprint) -> tuple[str, ...]:

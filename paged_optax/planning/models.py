@@ -147,12 +147,12 @@ def model_shapes(
       >>> po.model_shapes("qwen3-4b")["embed"].shape
       (151936, 2560)
     """
-    decoder = decoder_of(name)
+    decoder = find_decoder(name)
     dtype = floating_dtype("dtype", dtype)
     return dataclasses.replace(decoder, dtype=dtype).shapes()
 
 
-def decoder_of(name: str) -> Decoder:
+def find_decoder(name: str) -> Decoder:
     """The decoder of a name or a size, as in `model_shapes`."""
     text, words = str(name), _words(str(name))
     named = {_words(known): decoder for known, decoder in DECODERS.items()}

@@ -28,7 +28,7 @@ from paged_optax.planning.cards import (
     machine_rate,
 )
 from paged_optax.transform.codec_rules import SMALLEST_CODED
-from paged_optax.transform.parameter_shardings import refuse_uneven
+from paged_optax.transform.parameter_shardings import check_even
 from paged_optax.transform.planned_moments import Moment, recorded
 
 
@@ -173,7 +173,7 @@ class PagePlan:
         another is written, and of 2n pages otherwise.
         """
         bytes_moved = sum(
-            x.bytes * (x.pages + 1 if x.both_ways else 2 * x.pages) / x.pages
+            x.bytes * (x.pages + 1 if x.bidirectional else 2 * x.pages) / x.pages
             for x in self.moments
             if x.on_host
         )
@@ -193,8 +193,8 @@ class PagePlan:
         if self.teraflops is None or not self.parameters:
             return None
         seconds = self.host_bytes / (self.link_gigabytes_per_second * 1e9)
-        both_ways = all(x.both_ways for x in self.moments if x.on_host)
-        seconds *= 1 if both_ways else 2
+        bidirectional = all(x.bidirectional for x in self.moments if x.on_host)
+        seconds *= 1 if bidirectional else 2
         return free_from(self.parameters, seconds, self.teraflops)
 
     def __str__(self) -> str:
@@ -233,11 +233,11 @@ class PagePlan:
         if self.devices > 1:
             title = f"each of {self.devices} devices"
             sharing = min(self.devices, self.devices_per_host)
-            each = f"moments on a host of {sharing} devices"
-            totals.append((each, readable_bytes(self.bytes_per_host)))
+            item = f"moments on a host of {sharing} devices"
+            totals.append((item, readable_bytes(self.bytes_per_host)))
         totals.append(("host memory at a save", readable_bytes(self.save_bytes)))
-        titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
-        tables = table(titles, rows), table((title, ""), totals)
+        labels = ("moments", "shape", "dtype", "where", "pages", "bytes")
+        texts = table(labels, rows), table((title, ""), totals)
         notes = [
             f"{x.path} cannot be paged here: {x.refused}."
             for x in self.moments
@@ -245,7 +245,7 @@ class PagePlan:
         ]
         if self.unified_memory:
             notes.append(UNIFIED_MEMORY)
-        return "\n\n".join((*tables, *notes, *filter(None, [self.uncoded])))
+        return "\n\n".join((*texts, *notes, *filter(None, [self.uncoded])))
 
     @property
     def uncoded(self) -> str:
@@ -324,7 +324,7 @@ def plan(
     link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     products = None if teraflops is None else machine_rate("teraflops", teraflops)
     check_count("devices_per_host", devices_per_host, 1)
-    refuse_uneven(params)
+    check_even(params)
     if mesh is not None:
         params = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(

@@ -75,10 +75,10 @@ class Ways:
         the layers' backward pass. With `waits` the gradients of the loss stay on the
         device until the end of the backward pass.
         """
-        if (held := self.activations) is None:
+        if (retained := self.activations) is None:
             return row
-        layer = held.layer + held.scores + held.waiting * waits
-        peak = held.saved + max(at_head + held.head, in_layers + layer)
+        layer = retained.layer + retained.scores + retained.waiting * waits
+        peak = retained.saved + max(at_head + retained.head, in_layers + layer)
         return dataclasses.replace(row, activations=max(0, peak - row.device))
 
     def _ordinary(self, way: str, plan: PagePlan, **other: int | float) -> Footprint:
@@ -93,7 +93,7 @@ class Ways:
             at_head += self._whole(self.layers.largest_of_rest)
         return self._counted(row, at_head, at_head + row.gradients)
 
-    def _moments_of(self, size: int) -> int:
+    def _moment_bytes(self, size: int) -> int:
         return self.resident.device_bytes * size // max(1, self.parameters)
 
     def _by_layers(self, layers: Layers) -> Iterator[Footprint]:
@@ -102,7 +102,7 @@ class Ways:
         plan, forward = self.coded_plan, self.activations and self.activations.forward
         # A layer's moments are transferred while its gradients are computed, in float32
         # or in the parameters' dtype.
-        moments = self._moments_of(one)
+        moments = self._moment_bytes(one)
         scratch = one + moments
         way = f"{LAYERWISE}{self.codec}"
         seconds = plan.link_bytes / self.rate
@@ -142,9 +142,9 @@ class Ways:
         # waits on the host. In its update the device holds that parameter, the update
         # and its pages, beside the workspace. The sum of parameter and update has
         # sixteen parts, two of them in flight.
-        pages = min(plan.scratch_bytes, self._moments_of(other))
+        pages = min(plan.scratch_bytes, self._moment_bytes(other))
         in_update = other, one + other, pages + other // 8
-        parameters, gradients, most = max((one, one, scratch), in_update, key=sum)
+        parameters, gradients, maximum = max((one, one, scratch), in_update, key=sum)
         moved = self._part(4 * rest + 2 * other)
         outside = (nbytes(x) for _, x in layers.others)
         row = dataclasses.replace(
@@ -152,7 +152,7 @@ class Ways:
             way=f"{way}, all on host",
             parameters=parameters,
             gradients=gradients,
-            scratch=most,
+            scratch=maximum,
             host=row.host + rest + other,
             arrays=(*outside, *arrays, other),
             link_seconds=row.link_seconds + moved / self.rate,
@@ -169,11 +169,11 @@ class Ways:
         """
         if (plan := self.adapters) is None:
             return
-        whole, rest = layers.largest, layers.rest
+        full, rest = layers.largest, layers.rest
         matrices = [x for _, x in layers.one if len(x.shape) > 1]
-        coded = whole - nbytes(matrices) + sum(x.size for x in matrices) * 9 // 16
+        coded = full - nbytes(matrices) + sum(x.size for x in matrices) * 9 // 16
         trained = 4 * plan.parameters
-        for name, one, unpacked in (("LoRA", whole, 0), ("QLoRA", coded, whole)):
+        for name, one, unpacked in (("LoRA", full, 0), ("QLoRA", coded, full)):
             row = self._footprint(
                 f"{LAYERWISE} {name}",
                 trained // layers.count,

@@ -23,7 +23,7 @@ from paged_optax.planning.activations import (
     Layers,
     Workload,
     find_layers,
-    sizes_of,
+    get_sizes,
 )
 from paged_optax.planning.cards import CARDS, Rates, find_card, free_from
 from paged_optax.planning.footprints import Footprint, Footprints
@@ -167,24 +167,24 @@ def what_fits(
     )
     exact, equal = planned(params), find_layers(params, layers)
     elementwise = all(x.elementwise for x in exact.moments if x.shape)
-    remarks = [*_remarks(codec is not None, equal, elementwise, layers)]
+    messages = [*_remarks(codec is not None, equal, elementwise, layers)]
     if stated is not None and dtype == jnp.bfloat16:
-        remarks += [stated.advice]
+        messages += [stated.advice]
     values = sum(x.size for x in leaves)
-    held, operations = None, 0
+    retained, operations = None, 0
     if workload is not None:
         if equal is None:
             raise ValueError(
                 f"batch={batch}: activations are counted by layers that are alike, and"
                 " params has none. Leave batch and length out."
             )
-        sizes, assumed = sizes_of(equal, workload.heads)
-        held = ActivationBytes.of(sizes, workload)
+        sizes, assumed = get_sizes(equal, workload.heads)
+        retained = ActivationBytes.of(sizes, workload)
         operations = sizes.operations(values, workload)
-        remarks += [assumed]
+        messages += [assumed]
     coded = exact if codec is None else planned(params, codec)
     if coded.host_bytes == exact.host_bytes:
-        remarks += [coded.uncoded]
+        messages += [coded.uncoded]
     adapters = None
     if equal is not None and rank is not None:
         adapters = planned(_adapters(equal, rank), codec)
@@ -196,7 +196,7 @@ def what_fits(
         "" if codec is None else f", {_name(codec)}",
         rates.link * 1e9,
         equal if elementwise else None,
-        held,
+        retained,
         adapters,
         devices,
     )
@@ -205,15 +205,15 @@ def what_fits(
         timed = lambda row: rates.seconds(operations, row.moved, row.by_layers)
         rows = tuple(dataclasses.replace(row, seconds=timed(row)) for row in rows)
     by_layers = (row for row in rows if row.by_layers and not row.adapters)
-    remarks += (_free(row, values // devices, rates) for row in by_layers)
+    messages += (_free(row, values // devices, rates) for row in by_layers)
     return Footprints(
         rows,
         parse_bytes("device_memory", memory),
         1.0 if stated is not None and not stated.gpu else device_share(),
         rates.link,
-        tuple(filter(None, remarks)),
+        tuple(filter(None, messages)),
         workload,
-        held,
+        retained,
         f"optax.adamw({RATE})" if inner is None else "inner",
         _code(codec, page_size, master_dtype, master_remainders),
         gpu=platform() != "tpu" if stated is None else stated.gpu,
@@ -265,7 +265,7 @@ def _code(
 ) -> str:
     """Arguments of `paged` as code. A codec without a name is the variable `codec`."""
     text = lambda x: json.dumps(x) if isinstance(x, str) else str(x)
-    arguments = {
+    args = {
         "page_size": None if page_size == DEFAULT_PAGE_SIZE else text(page_size),
         "master_dtype": None
         if master_dtype is None
@@ -273,7 +273,7 @@ def _code(
         "master_remainders": master_remainders and text(master_remainders),
         "codec": text(codec) if isinstance(codec, str) else codec and "codec",
     }
-    return ", ".join(f"{name}={x}" for name, x in arguments.items() if x)
+    return ", ".join(f"{name}={x}" for name, x in args.items() if x)
 
 
 def _workload(

@@ -9,7 +9,7 @@ from jax.core import ShapedArray
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Operand, Program
-from paged_optax.splitting.dependence import SplitError, aval_of, values_of
+from paged_optax.splitting.dependence import SplitError, get_aval, used_values
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
@@ -38,12 +38,12 @@ class _Subprogram(NamedTuple):
     values: tuple[int, ...]  # numbers in the loss of the values after the arguments
 
     @classmethod
-    def of(cls, flat: Flat, positions: Sequence[int]) -> "_Subprogram":
-        chosen = [flat.equations[n] for n in positions]
-        results = [x for e in chosen for x in e.outputs]
+    def create(cls, flat: Flat, positions: Sequence[int]) -> "_Subprogram":
+        subset = [flat.eqns[n] for n in positions]
+        results = [x for e in subset for x in e.outputs]
         inside, names = set(results), dict[int, int]()
         arguments: list[Operand] = []
-        for x in (x for e in chosen for x in e.inputs):
+        for x in (x for e in subset for x in e.inputs):
             # Constants are arguments, so that layers may differ by a literal.
             if isinstance(x, Constant):
                 arguments.append(x)
@@ -55,12 +55,12 @@ class _Subprogram(NamedTuple):
         names |= {x: count + k for k, x in enumerate(results)}
         constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
         rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
-        equations = tuple(
+        eqns = tuple(
             e.of(map(rename, e.inputs), map(names.__getitem__, e.outputs))
-            for e in chosen
+            for e in subset
         )
-        avals = tuple(aval_of(flat, x) for x in arguments)
-        program = Program(count, equations, (), elementwise=False)
+        avals = tuple(get_aval(flat, x) for x in arguments)
+        program = Program(count, eqns, (), elementwise=False)
         return cls(program, tuple(arguments), avals, tuple(results))
 
 
@@ -84,9 +84,9 @@ class _Group:
             self.computed == other.computed
             and (None in (self.carried, other.carried) or self.carried == other.carried)
             and all(
-                mine == theirs
-                or (first and theirs is None and isinstance(mine, Carried))
-                for mine, theirs in zip(self.roles, other.roles, strict=True)
+                local == theirs
+                or (first and theirs is None and isinstance(local, Carried))
+                for local, theirs in zip(self.roles, other.roles, strict=True)
             )
         )
 
@@ -99,15 +99,15 @@ class _Assembly:
         depends = stages.cuts.depends
         self.flat, self.count = depends.flat, depends.count
         self.subprograms = [
-            _Subprogram.of(self.flat, each) for each in _in_order(stages)
+            _Subprogram.create(self.flat, item) for item in _in_order(stages)
         ]
         self.layer_of = {
-            x: n for n, each in enumerate(self.subprograms) for x in each.values
+            x: n for n, item in enumerate(self.subprograms) for x in item.values
         }
         self.last_use: dict[int, int] = {}  # the last later layer that needs each value
-        needed_after = set(values_of(self.flat.outputs))
+        needed_after = set(used_values(self.flat.outputs))
         for n in depends.live:
-            stage, values = stages.of[n], self.flat.equations[n].numbers
+            stage, values = stages.of[n], self.flat.eqns[n].numbers
             if not 0 <= stage < self.count:
                 needed_after.update(values)
                 continue
@@ -116,7 +116,7 @@ class _Assembly:
                 self.last_use[x] = max(stage, self.last_use.get(x, 0))
         self.needed_after = needed_after & set(self.layer_of)
         self._assign_slots()
-        self._refuse_skipping()
+        self._check_not_skipping()
         self.tables: list[Sequence[Operand | None]] = []
         self.kept: list[ShapedArray] = []
         self.after: dict[int, FromCarry | FromKept] = {}
@@ -129,28 +129,28 @@ class _Assembly:
             # A value keeps its slot as long as a later layer needs it. Afterwards the
             # slot is reused for the next value of its type.
             needed = lambda x, layer=layer: self.last_use.get(x, -1) >= layer
-            held = {x: s for x, s in self.slots[-1].items() if needed(x)}
+            retained = {x: s for x, s in self.slots[-1].items() if needed(x)}
             for x in filter(needed, self.subprograms[layer - 1].values):
-                free = set(range(len(self.carried))) - set(held.values())
+                free = set(range(len(self.carried))) - set(retained.values())
                 same = (s for s in sorted(free) if self._equal(self.carried[s], x))
-                held[x] = next(same, len(self.carried))
-                if held[x] == len(self.carried):
+                retained[x] = next(same, len(self.carried))
+                if retained[x] == len(self.carried):
                     self.carried.append(self.flat.avals[x])
-            self.slots.append(held)
+            self.slots.append(retained)
 
     def _equal(self, aval: ShapedArray, x: int) -> bool:
         other = self.flat.avals[x]
         return (aval.shape, aval.dtype) == (other.shape, other.dtype)
 
-    def _refuse_skipping(self) -> None:
+    def _check_not_skipping(self) -> None:
         skipping = [
-            [x for x in held if self.layer_of[x] < layer - 1]
-            for layer, held in enumerate(self.slots)
+            [x for x in retained if self.layer_of[x] < layer - 1]
+            for layer, retained in enumerate(self.slots)
         ]
         if max(map(len, skipping)) > _PASSING:
             depends, last_use = self.stages.cuts.depends, self.last_use
             x = max(last_use, key=lambda x: last_use[x] - self.layer_of[x])
-            where = depends.line(depends.producer[x])
+            where = depends.line(depends.source[x])
             raise SplitError(
                 f"a value that layer {self.layer_of[x]} computes at {where} skips"
                 f" layers: layer {last_use[x]} uses it. Each layer's input is saved,"
@@ -162,11 +162,11 @@ class _Assembly:
     def pieces(self) -> Pieces:
         groups = self._groups()
         kinds = [self._kind(group) for group in groups]
-        kind_of = [0] * self.count
+        kind_indices = [0] * self.count
         initial: list[Operand | None] = [None] * len(self.carried)
-        for number, group in enumerate(groups):
+        for index, group in enumerate(groups):
             for n in group.layers:
-                kind_of[n] = number
+                kind_indices[n] = index
             # The first layer's arguments are the first values of the slots.
             if 0 in group.layers:
                 first = self.subprograms[0].arguments
@@ -178,7 +178,7 @@ class _Assembly:
         return Pieces(
             flat=self.flat,
             kinds=[dataclasses.replace(kind, kept=fill(kind)) for kind in kinds],
-            kind_of=kind_of,
+            kind_indices=kind_indices,
             initial=initial,
             carried=self.carried,
             tables=self.tables,
@@ -215,8 +215,8 @@ class _Assembly:
         carried = None
         if n + 1 < self.count:
             places = {x: k for k, x in enumerate(subprogram.values)}
-            held = {slot: places.get(x) for x, slot in self.slots[n + 1].items()}
-            carried = [held.get(slot) for slot in range(len(self.carried))]
+            retained = {slot: places.get(x) for x, slot in self.slots[n + 1].items()}
+            carried = [retained.get(slot) for slot in range(len(self.carried))]
         computed = subprogram.program, subprogram.avals
         return _Group([n], computed, [*map(role, subprogram.arguments)], carried)
 
@@ -253,13 +253,13 @@ class _Assembly:
         by_layer = dict(zip(layers, operands, strict=True))
         row = [by_layer.get(n) for n in range(self.count)]
         # Layers of other kinds have no row here. Their tables may fill the gaps.
-        for number, known in enumerate(self.tables):
+        for index, known in enumerate(self.tables):
             pairs = [*zip(known, row, strict=True)]
             agree = all(None in pair or pair[0] == pair[1] for pair in pairs)
-            aval = next(aval_of(self.flat, x) for x in known if x is not None)
-            if agree and aval == aval_of(self.flat, first):
-                self.tables[number] = [b if a is None else a for a, b in pairs]
-                return FromTable(number)
+            aval = next(get_aval(self.flat, x) for x in known if x is not None)
+            if agree and aval == get_aval(self.flat, first):
+                self.tables[index] = [b if a is None else a for a, b in pairs]
+                return FromTable(index)
         self.tables.append(row)
         return FromTable(len(self.tables) - 1)
 
@@ -289,11 +289,11 @@ class _Assembly:
                 if place not in places:
                     free = (k for k, p in enumerate(places) if p is None)
                     same = (k for k in free if self._equal(self.kept[k], x))
-                    number = next(same, len(places))
-                    if number == len(places):
+                    index = next(same, len(places))
+                    if index == len(places):
                         places.append(None)
                         self.kept.append(self.flat.avals[x])
-                    places[number] = place
+                    places[index] = place
                 self.after[x] = FromKept(places.index(place), n)
         return places
 
@@ -311,24 +311,24 @@ def _in_order(stages: Stages) -> list[list[int]]:
     may depend on none in the first layer, and is then sorted before the layers.
     """
     depends, order = stages.cuts.depends, stages.cuts.order
-    equations, producer = depends.flat.equations, depends.producer
+    eqns, source = depends.flat.eqns, depends.source
     needs = {
         n: [
-            producer[x]
-            for x in equations[n].numbers
-            if x in producer and stages.of[producer[x]] == stages.of[n]
+            source[x]
+            for x in eqns[n].numbers
+            if x in source and stages.of[source[x]] == stages.of[n]
         ]
         for n in depends.live
     }
-    used = {m for each in needs.values() for m in each}
+    used = {m for item in needs.values() for m in item}
     layers = collections.defaultdict[int, dict[int, None]](dict)
     for end in (n for n in order if n not in used):
-        done, waiting = layers[stages.of[end]], [end]
-        while waiting:
-            n = waiting[-1]
+        done, queue = layers[stages.of[end]], [end]
+        while queue:
+            n = queue[-1]
             missing = next((m for m in needs[n] if m not in done), None)
             if missing is None:
-                done[waiting.pop()] = None
+                done[queue.pop()] = None
             else:
-                waiting.append(missing)
+                queue.append(missing)
     return [list(layers[n]) for n in range(depends.count)]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from paged_optax.backend.memory import nbytes
-from paged_optax.splitting.dependence import Depends, SplitError, values_of
+from paged_optax.splitting.dependence import Depends, SplitError, used_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,7 +27,9 @@ class Cuts:
     end: int = 0  # the place after the last use of the last layer's parameters
 
     @classmethod
-    def of(cls, depends: Depends, *, latest: bool, interleaved: bool = False) -> "Cuts":
+    def create(
+        cls, depends: Depends, *, latest: bool, interleaved: bool = False
+    ) -> "Cuts":
         """Orders the equations, and cuts between the layers.
 
         Args:
@@ -42,17 +44,17 @@ class Cuts:
         flat = depends.flat
         uses = defaultdict[int, list[int]](list)
         for place, n in enumerate(order):
-            for x in flat.equations[n].numbers:
+            for x in flat.eqns[n].numbers:
                 uses[x].append(place)
         # Results of the loss are used after all equations.
-        for x in values_of(flat.outputs):
+        for x in used_values(flat.outputs):
             uses[x].append(len(order))
         # The order is sorted by layer, so that each region is a range of places.
         layers = [depends.last_layer(n) for n in order]
         stops = [bisect.bisect_right(layers, n) for n in range(-2, count + 1)]
         regions = {n: range(*stops[n + 1 : n + 3]) for n in range(-1, count + 1)}
         uncut = cls(depends, order, regions, uses)
-        uncut._refuse_used_again()
+        uncut._check_single_use()
         uncut = dataclasses.replace(uncut, end=uncut.used_until(count - 1))
         cuts = [uncut._cheapest(layer, latest) for layer in range(max(1, count - 2))]
         # With two layers there is no earlier cut to follow.
@@ -74,14 +76,14 @@ class Cuts:
 
     def results_at(self, places: Iterable[int]) -> list[int]:
         """Results of the equations at these places."""
-        equations = self.depends.flat.equations
-        return [x for place in places for x in equations[self.order[place]].outputs]
+        eqns = self.depends.flat.eqns
+        return [x for place in places for x in eqns[self.order[place]].outputs]
 
     def until(self, value: int, stop: int) -> int:
         """The last place before `stop` where a value is used; -1 for none."""
         return max((place for place in self.uses[value] if place < stop), default=-1)
 
-    def _refuse_used_again(self) -> None:
+    def _check_single_use(self) -> None:
         depends = self.depends
         for layer in range(depends.count - 1):
             for n in (self.order[place] for place in self.regions[layer]):
@@ -99,11 +101,11 @@ class Cuts:
         """The cut before the last layer, at the same distance as the cut before it."""
         # The end of the last layer, and thus the live bytes before it, are not known
         # yet. If the two layers end differently, live bytes decide.
-        layer, equations = self.depends.count - 2, self.depends.flat.equations
+        layer, eqns = self.depends.count - 2, self.depends.flat.eqns
         starts = self.used_until(layer - 1), self.used_until(layer)
         length = before - starts[0]
         ends = [
-            [equations[n].primitive for n in self.order[start : start + length]]
+            [eqns[n].primitive for n in self.order[start : start + length]]
             for start in starts
         ]
         if ends[0] == ends[1]:
@@ -134,7 +136,7 @@ class Cuts:
                 if until(x) > place:
                     alive[x] = nbytes(flat.avals[x])
                     total += alive[x]
-            for x in alive.keys() & set(flat.equations[self.order[place]].numbers):
+            for x in alive.keys() & set(flat.eqns[self.order[place]].numbers):
                 if until(x) == place:
                     total -= alive.pop(x)
             if total < best or (latest and total == best):
@@ -158,9 +160,9 @@ def _ordered(depends: Depends) -> list[int]:
     keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
     for n in live:
         layer, pure = depends.last_layer(n), depends.is_pure(n)
-        operands = depends.flat.equations[n].numbers
-        producers = {depends.producer.get(x) for x in operands}
-        earlier = [keys[m] for m in producers if m in keys]
+        operands = depends.flat.eqns[n].numbers
+        sources = {depends.source.get(x) for x in operands}
+        earlier = [keys[m] for m in sources if m in keys]
         same = [key for at, mixed, key in earlier if at == layer and mixed]
         after = later.get(layer)
         late = after is not None and n > after
@@ -178,21 +180,21 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> list[int]:
     """Orders the ends of a layer's towers step by step."""
     # In the order of the trace the first tower begins its next layer before the second
     # tower ends this layer, and more bytes are alive between the layers.
-    equations = depends.flat.equations
+    eqns = depends.flat.eqns
     needed_values, ends = set[int](), set[int]()
     for n in reversed(order):
-        layer, operands = depends.last_layer(n), equations[n].numbers
+        layer, operands = depends.last_layer(n), eqns[n].numbers
         if not 0 <= layer < depends.count:
             continue
-        needed = not needed_values.isdisjoint(equations[n].outputs)
+        needed = not needed_values.isdisjoint(eqns[n].outputs)
         if needed or n in depends.users[layer]:
             needed_values.update(x for x in operands if depends.after.get(x) == layer)
         else:
             ends.add(n)
     steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
-        numbers = (x for x in equations[n].numbers if x in depends.producer)
-        producers = {depends.producer[x] for x in numbers} & ends
-        same = (m for m in producers if depends.last_layer(m) == depends.last_layer(n))
+        numbers = (x for x in eqns[n].numbers if x in depends.source)
+        sources = {depends.source[x] for x in numbers} & ends
+        same = (m for m in sources if depends.last_layer(m) == depends.last_layer(n))
         steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
     return sorted(order, key=lambda n: (depends.last_layer(n), steps[n]))

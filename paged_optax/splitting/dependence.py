@@ -15,15 +15,15 @@ _LIBRARIES = re.compile(
 )
 
 
-def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
+def source_line(eqn: Equation, nearby: Iterable[Equation] = ()) -> str:
     """Returns the line of the model that an equation was traced from.
 
     For an equation of a library's module, this is the line that calls the module. An
     equation without a line, as within `jnp.clip`, has the line of one of the `nearby`
     equations.
     """
-    equation = next((e for e in (equation, *nearby) if e.line), equation)
-    where, traced = equation.where, equation.traced
+    eqn = next((e for e in (eqn, *nearby) if e.line), eqn)
+    where, traced = eqn.where, eqn.traced
     traceback = traced and traced.source_info.traceback
     if not traceback or not _LIBRARIES.search(where):
         return where
@@ -45,7 +45,7 @@ class Depends:
 
     flat: Flat
     live: tuple[int, ...]  # positions of the equations that the loss needs
-    producer: Mapping[int, int]  # position of the equation that computes each value
+    source: Mapping[int, int]  # position of the equation that computes each value
     layer: Mapping[int, int]  # of each parameter, in the order of computation
     count: int  # number of layers
     # The last layer that each value depends on, of all values that depend on
@@ -58,82 +58,84 @@ class Depends:
     pure: Mapping[int, frozenset[int]]
 
     @classmethod
-    def of(
+    def create(
         cls, flat: Flat, weights: Sequence[int], members: Sequence[Sequence[int]]
     ) -> "Depends":
         """Follows the parameters `weights`, with each layer's `members`."""
-        producer = producers_of(flat)
-        live = live_of(flat, producer)
-        owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
-        rest = set(weights) - set(owner)
-        pure, first = _pure(flat, live, owner, set(flat.constants), rest)
+        source = find_sources(flat)
+        live = live_equations(flat, source)
+        param_index = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
+        rest = set(weights) - set(param_index)
+        pure, first = _pure(flat, live, param_index, set(flat.constants), rest)
         # Layers are ordered by their first use, whatever their numbers.
         order = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
         if missing := sorted(set(range(len(members))) - set(order)):
             raise _unused(flat, live, pure, missing[0])
-        layer = {leaf: order[n] for leaf, n in owner.items()}
+        layer = {leaf: order[n] for leaf, n in param_index.items()}
         pure = {x: frozenset(order[n] for n in layers) for x, layers in pure.items()}
         after = {x: -1 for x in weights} | layer
         for n in live:
-            outputs = flat.equations[n].outputs
-            layers = [after[x] for x in flat.equations[n].numbers if x in after]
+            outputs = flat.eqns[n].outputs
+            layers = [after[x] for x in flat.eqns[n].numbers if x in after]
             # A value of several layers' parameters alone belongs to no layer.
             if len(pure.get(outputs[0], ())) > 1:
                 layers = [len(members)]
             if layers:
                 after |= dict.fromkeys(outputs, max(layers))
         _sink(flat, live, pure, layer, after, len(members))
-        return cls(flat, live, producer, layer, len(members), after, pure)
+        return cls(flat, live, source, layer, len(members), after, pure)
 
     @functools.cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
         """Equations that combine a layer's parameters with other values, by layer."""
-        users: dict[int, set[int]] = {turn: set() for turn in range(self.count)}
+        users: dict[int, set[int]] = {
+            iteration: set() for iteration in range(self.count)
+        }
         for n in self.live:
             if not self.is_pure(n):
-                for turn in self.uses(n):
-                    users[turn].add(n)
-        return {turn: frozenset(equations) for turn, equations in users.items()}
+                for iteration in self.uses(n):
+                    users[iteration].add(n)
+        return {iteration: frozenset(eqns) for iteration, eqns in users.items()}
 
     def is_learned(self, n: int) -> bool:
         """True if an equation depends on parameters."""
-        return self.flat.equations[n].outputs[0] in self.after
+        return self.flat.eqns[n].outputs[0] in self.after
 
     def is_pure(self, n: int) -> bool:
         """True if an equation depends only on parameters of layers."""
-        return bool(self.pure.get(self.flat.equations[n].outputs[0]))
+        return bool(self.pure.get(self.flat.eqns[n].outputs[0]))
 
     def last_layer(self, n: int) -> int:
         """The last layer that an equation depends on; -1 for none."""
-        return self.after.get(self.flat.equations[n].outputs[0], -1)
+        return self.after.get(self.flat.eqns[n].outputs[0], -1)
 
     def uses(self, n: int) -> set[int]:
         """The layers whose parameters an equation reads, directly or prepared."""
-        operands = self.flat.equations[n].numbers
+        operands = self.flat.eqns[n].numbers
         return set().union(*(self.pure.get(x, ()) for x in operands))
 
     def line(self, n: int) -> str:
-        """The line of the model that an equation was traced from, see `line_of`."""
-        equations = self.flat.equations
+        """The line of the model that an equation was traced from, see `source_line`."""
+        eqns = self.flat.eqns
         nearest = sorted(self.live, key=lambda m: (abs(m - n), -m))
-        return line_of(equations[n], (equations[m] for m in nearest))
+        return source_line(eqns[n], (eqns[m] for m in nearest))
 
 
-def values_of(operands: Sequence[Operand]) -> list[int]:
+def used_values(operands: Sequence[Operand]) -> list[int]:
     """Values among operands, without constants."""
     return [x for x in operands if not isinstance(x, Constant)]
 
 
-def aval_of(flat: Flat, x: Operand) -> tuple[tuple[int, ...], str]:
+def get_aval(flat: Flat, x: Operand) -> tuple[tuple[int, ...], str]:
     """An operand's shape and dtype."""
     if isinstance(x, Constant):
         return flat.shape(x), str(x.key[2])
     return flat.avals[x].shape, str(flat.avals[x].dtype)
 
 
-def producers_of(flat: Flat) -> dict[int, int]:
+def find_sources(flat: Flat) -> dict[int, int]:
     """Maps each value to the position of the equation that computes it."""
-    return {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+    return {x: n for n, e in enumerate(flat.eqns) for x in e.outputs}
 
 
 def _unused(
@@ -141,11 +143,11 @@ def _unused(
 ) -> SplitError:
     """The error for a layer whose parameters meet no other value."""
     for n in live:
-        layers = pure.get(flat.equations[n].outputs[0], frozenset())
+        layers = pure.get(flat.eqns[n].outputs[0], frozenset())
         if layer in layers and len(layers) > 1:
             return SplitError(
                 f"the parameters of several layers are put together at"
-                f" {line_of(flat.equations[n])} and used as one array. Use them layer"
+                f" {source_line(flat.eqns[n])} and used as one array. Use them layer"
                 " by layer, or stack them before, outside the loss, and scan over the"
                 " stacks."
             )
@@ -155,49 +157,49 @@ def _unused(
     )
 
 
-def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
+def live_equations(flat: Flat, source: Mapping[int, int]) -> tuple[int, ...]:
     """Positions of the equations that the outputs depend on."""
     needed: set[int] = set()
-    stack = values_of(flat.outputs)
+    stack = used_values(flat.outputs)
     while stack:
-        n = producer.get(stack.pop())
+        n = source.get(stack.pop())
         if n is not None and n not in needed:
             needed.add(n)
-            stack += flat.equations[n].numbers
+            stack += flat.eqns[n].numbers
     return tuple(sorted(needed))
 
 
 def _pure(
     flat: Flat,
     live: Sequence[int],
-    owner: Mapping[int, int],
+    param_index: Mapping[int, int],
     constants: set[int],
     rest: set[int],
 ) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
     """Returns values that depend only on layers' parameters, and each first use."""
     # A scalar of other parameters counts as a constant if a layer's scalar is added to
     # it: a sum of all norms may begin with an embedding's.
-    others, single = set(rest), lambda x: flat.size(x) == 1
+    remaining, single = set(rest), lambda x: flat.size(x) == 1
     pure: dict[int, frozenset[int]] = dict.fromkeys(constants, frozenset())
-    pure |= {leaf: frozenset([n]) for leaf, n in owner.items()}
+    pure |= {leaf: frozenset([n]) for leaf, n in param_index.items()}
     first: dict[int, int] = {}
     for n in live:
-        equation = flat.equations[n]
-        operands = equation.numbers
-        layers_of = [pure.get(x) for x in operands]
-        if all(x in pure or x in others for x in operands):
-            scalars = others.intersection(operands)
-            union = frozenset[int]().union(*(x for x in layers_of if x is not None))
+        eqn = flat.eqns[n]
+        operands = eqn.numbers
+        find_layers = [pure.get(x) for x in operands]
+        if all(x in pure or x in remaining for x in operands):
+            scalars = remaining.intersection(operands)
+            union = frozenset[int]().union(*(x for x in find_layers if x is not None))
             if scalars and not union:
-                others.update(equation.outputs)
+                remaining.update(eqn.outputs)
                 continue
-            if not scalars or all(map(single, (*scalars, *equation.outputs))):
-                pure.update(dict.fromkeys(equation.outputs, union))
+            if not scalars or all(map(single, (*scalars, *eqn.outputs))):
+                pure.update(dict.fromkeys(eqn.outputs, union))
                 continue
         # A layer is first used where its parameters meet other values.
-        for each in layers_of:
-            if each and len(each) == 1:
-                first.setdefault(next(iter(each)), n)
+        for item in find_layers:
+            if item and len(item) == 1:
+                first.setdefault(next(iter(item)), n)
     return {x: layers for x, layers in pure.items() if layers}, first
 
 
@@ -214,7 +216,7 @@ def _sink(
     early = set[int]()  # values with users that do not follow all layers
     users = set[int]()  # values with users
     for n in reversed(live):
-        operands, results = flat.equations[n].numbers, flat.equations[n].outputs
+        operands, results = flat.eqns[n].numbers, flat.eqns[n].outputs
         small = all(flat.size(x) == 1 and x not in layer for x in (*operands, *results))
         late = not users.isdisjoint(results) and early.isdisjoint(results)
         if pure.get(results[0]) and small and late:

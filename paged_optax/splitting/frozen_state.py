@@ -44,10 +44,10 @@ def warn_of_lost_state(flat: Flat, first: int, frozen: PyTree) -> None:
     # -1 stands for all other inputs.
     sources = lambda x: computed.get(x, frozenset([x if x in numbers else -1]))
     draws: list[_Sources] = []
-    for e in flat.equations:
-        each = [_NONE if isinstance(x, Constant) else sources(x) for x in e.inputs]
-        draws += () if e.traced is None else _draws(e.traced, each)
-        computed.update(dict.fromkeys(e.outputs, _NONE.union(*each)))
+    for e in flat.eqns:
+        item = [_NONE if isinstance(x, Constant) else sources(x) for x in e.inputs]
+        draws += () if e.traced is None else _draws(e.traced, item)
+        computed.update(dict.fromkeys(e.outputs, _NONE.union(*item)))
     outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
     kind = lambda x: (flat.avals[x].shape, flat.avals[x].dtype)
     is_new = lambda n: any(
@@ -85,10 +85,10 @@ def _draws(eqn: core.JaxprEqn, operands: Sequence[_Sources]) -> Iterator[_Source
         count = len(inner.invars)
         last = operands[-count:] if 0 < count <= len(operands) else [union] * count
         known = dict(zip(inner.invars, last, strict=True))
-        for each in inner.eqns:
+        for item in inner.eqns:
             values = [
                 _NONE if isinstance(x, core.Literal) else known.get(x, _NONE)
-                for x in each.invars
+                for x in item.invars
             ]
-            yield from _draws(each, values)
-            known.update(dict.fromkeys(each.outvars, _NONE.union(*values)))
+            yield from _draws(item, values)
+            known.update(dict.fromkeys(item.outvars, _NONE.union(*values)))

@@ -14,7 +14,7 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.analysis.program import Operand
 from paged_optax.backend.types import shape_dtype
-from paged_optax.splitting.dependence import aval_of, producers_of
+from paged_optax.splitting.dependence import find_sources, get_aval
 from paged_optax.splitting.numbered import Stack, split_names
 from paged_optax.splitting.pieces import (
     Carried,
@@ -27,7 +27,7 @@ from paged_optax.splitting.pieces import (
     Weight,
 )
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stacking, shapes_of, unnested
+from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
 
 #: Equations outside the layers, called with values by number.
 _Part = Callable[[Mapping[int, ArrayLike]], list[ArrayLike]]
@@ -43,7 +43,7 @@ class Functions:
     after: _Part  # the results of the loss
 
     @classmethod
-    def of(cls, pieces: Pieces) -> "Functions":
+    def create(cls, pieces: Pieces) -> "Functions":
         """Collects the equations of the prologue and of the epilogue."""
         flat = pieces.flat
         # In the order in which `prologue` reads the results.
@@ -52,8 +52,8 @@ class Functions:
         results = [x for x in (*pieces.initial, *pieces.seen, *rows) if x is not None]
 
         def part(results: Sequence[Operand], within: Callable[[int], bool]) -> _Part:
-            program, arguments = flat.program(results, within, producers_of(flat), ())
-            return lambda values: program([values[x] for x in arguments])
+            program, args = flat.program(results, within, find_sources(flat), ())
+            return lambda values: program([values[x] for x in args])
 
         before = part(results, lambda x: x not in pieces.inside)
         return cls(pieces, before, part(flat.outputs, lambda x: x not in pieces.after))
@@ -87,9 +87,11 @@ class Functions:
     ) -> Array:
         rows = [None if x is None else next(results) for x in operands]
         # Layers that need no row get any row, because rows are stacked.
-        blank = next(row for row in rows if row is not None)
-        rows = [blank if row is None else row for row in rows]
-        _, dtype = next(aval_of(self.pieces.flat, x) for x in operands if x is not None)
+        empty = next(row for row in rows if row is not None)
+        rows = [empty if row is None else row for row in rows]
+        _, dtype = next(
+            get_aval(self.pieces.flat, x) for x in operands if x is not None
+        )
         if any(isinstance(row, Array) for row in rows):
             return jnp.stack([_array(row, dtype) for row in rows])
         return jnp.asarray(np.asarray(rows, dtype))
@@ -113,7 +115,7 @@ class Functions:
         if len(pieces.kinds) == 1:
             return run(pieces.kinds[0])(x, context)
         # With several kinds, only the branch of the layer's kind is computed.
-        which = jnp.asarray(np.asarray(pieces.kind_of, np.int32))[i]
+        which = jnp.asarray(np.asarray(pieces.kind_indices, np.int32))[i]
         return lax.switch(which, list(map(run, pieces.kinds)), list(x), context)
 
     def _layer(
@@ -125,24 +127,24 @@ class Functions:
         i: Int[Array, ""],
     ) -> tuple[list[Array], list[Array]]:
         constants = self.pieces.flat.constants
-        arguments: list[ArrayLike] = []
+        args: list[ArrayLike] = []
         for role in kind.roles:
             match role:
                 case Weight((is_frozen, names)):
-                    arguments += unnested(weights[is_frozen], [names])
+                    args += unnested(weights[is_frozen], [names])
                 case Carried(slot):
-                    arguments.append(x[slot])
+                    args.append(x[slot])
                 case Fixed(value):
-                    arguments.append(value)
+                    args.append(value)
                 case FromTable(table):
                     rows = context["tables"][table]
-                    arguments.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
+                    args.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
                 case Seen(value):
                     known = value in constants
-                    arguments.append(
+                    args.append(
                         constants[value] if known else context["seen"][str(value)]
                     )
-        results = kind.program(arguments)
+        results = kind.program(args)
         carried = [
             old if n is None else jnp.asarray(results[n])
             for old, n in zip(x, kind.carried, strict=True)
@@ -184,11 +186,11 @@ class SplitFunctions:
     cache: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
 
     @classmethod
-    def of(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
+    def create(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
         """Splits a loss for a first batch, which determines the layers."""
         batch = jax.tree.map(shape_dtype, batch)
         jaxpr, split = loss.traced(batch).jaxpr, loss.split(batch)
-        results = split, Functions.of(split.pieces)
+        results = split, Functions.create(split.pieces)
         return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
 
     def for_types(
@@ -219,28 +221,28 @@ class SplitFunctions:
         return Stacking(
             "frozen" if frozen else "params",
             jax.tree.structure(tree),
-            shapes_of(tree),
+            leaf_shapes(tree),
             stacks,
             {name: n for n, name in names if n not in stacked},
         )
 
-    def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
+    def prologue(self, rest: PyTree, *remaining: PyTree) -> tuple[list[Array], PyTree]:
         """Computes the first layer's input, and the values that all layers read."""
-        _, functions = self._of(others[-1])
-        x, context = functions.prologue(self._numbered(rest, others))
+        _, functions = self._of(remaining[-1])
+        x, context = functions.prologue(self._numbered(rest, remaining))
         # A layer has no batch as an argument to choose its functions by.
         return x, (functions, context)
 
     def layer(
-        self, weights: PyTree, *others: PyTree
+        self, weights: PyTree, *remaining: PyTree
     ) -> tuple[list[Array], list[Array]]:
         """Computes the next layer's input, and the values kept for the epilogue."""
-        *frozen, x, (functions, context), i = others
+        *frozen, x, (functions, context), i = remaining
         return functions.layer((weights, *frozen), x, context, i)
 
-    def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
+    def epilogue(self, rest: PyTree, *remaining: PyTree) -> PyTree:
         """Computes the result of the loss."""
-        *frozen, x, kept, batch = others
+        *frozen, x, kept, batch = remaining
         numbers = self._numbered(rest, (*frozen, batch))
         split, functions = self._of(batch)
         results = functions.epilogue(numbers, x, kept)
@@ -263,12 +265,14 @@ class SplitFunctions:
             ) from error
         if jaxpr not in self.cache:
             split = self.loss.split(batch, self.split.layers)
-            self.cache[jaxpr] = split, Functions.of(split.pieces)
+            self.cache[jaxpr] = split, Functions.create(split.pieces)
         return self.cache[jaxpr]
 
-    def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
+    def _numbered(
+        self, rest: PyTree, remaining: Sequence[PyTree]
+    ) -> dict[int, ArrayLike]:
         """Maps the trace's numbers to parameters outside the layers and the batch."""
-        *frozen, batch = others
+        *frozen, batch = remaining
         if bool(frozen) != (self.loss.frozen is not None):
             raise TypeError(
                 "frozen is given, and split_layers was given none: split the loss"

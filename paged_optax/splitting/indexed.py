@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.analysis.program import Constant, Equation, Operand
-from paged_optax.splitting.dependence import SplitError, line_of, values_of
+from paged_optax.splitting.dependence import SplitError, source_line, used_values
 from paged_optax.splitting.numbered import (
     Candidate,
     Member,
@@ -29,18 +29,18 @@ class Whole:
 
     leaf: int  # number of the stack
     axes: tuple[int, ...]  # the stack's axis for each axis of the prepared stack
-    equations: tuple[Equation, ...] = ()  # that prepare the stack
+    eqns: tuple[Equation, ...] = ()  # that prepare the stack
 
     def one(self, x: ArrayLike, axis: int) -> ArrayLike:
         """Prepares a slice of the stack along `axis`."""
-        for equation in self.equations:
-            if equation.primitive.name == "transpose":
-                order = _numbers(equation, "permutation")
+        for eqn in self.eqns:
+            if eqn.primitive.name == "transpose":
+                order = _numbers(eqn, "permutation")
                 x = lax.transpose(x, [k - (k > axis) for k in order if k != axis])
                 axis = order.index(axis)
             else:
-                operands = [getattr(o, "value", x) for o in equation.inputs]
-                (x,) = equation.bind(operands, None)
+                operands = [getattr(o, "value", x) for o in eqn.inputs]
+                (x,) = eqn.bind(operands, None)
         return x
 
 
@@ -51,53 +51,53 @@ class Wholes:
         self.flat = flat
         self.whole = {n: Whole(n, tuple(range(len(flat.shape(n))))) for n in leaves}
 
-    def follow(self, equation: Equation) -> bool:
+    def follow(self, eqn: Equation) -> bool:
         """Returns whether an equation prepares a whole stack, and records the result.
 
         Transpositions and elementwise equations can prepare each layer separately.
         """
-        values, name = equation.numbers, equation.primitive.name
+        values, name = eqn.numbers, eqn.primitive.name
         if len(values) != 1 or values[0] not in self.whole:
             return False
         whole = self.whole[values[0]]
-        axes, equations = whole.axes, (*whole.equations, equation)
+        axes, eqns = whole.axes, (*whole.eqns, eqn)
         if name == "transpose":
-            axes = tuple(axes[k] for k in _numbers(equation, "permutation"))
+            axes = tuple(axes[k] for k in _numbers(eqn, "permutation"))
         elif name == "sharding_constraint":
-            equations = whole.equations
+            eqns = whole.eqns
         elif not (
             name in ELEMENTWISE
-            and len(equation.outputs) == 1
-            and self.flat.is_elementwise(equation, self.flat.shape(values[0]))
+            and len(eqn.outputs) == 1
+            and self.flat.is_elementwise(eqn, self.flat.shape(values[0]))
         ):
             return False
-        self.whole[equation.outputs[0]] = Whole(whole.leaf, axes, equations)
+        self.whole[eqn.outputs[0]] = Whole(whole.leaf, axes, eqns)
         return True
 
-    def slices(self, equation: Equation) -> dict[int, list[int]]:
+    def slices(self, eqn: Equation) -> dict[int, list[int]]:
         """Axes along which an equation slices a stack into layers.
 
         Maps each axis to the numbers of the layers that are the equation's results.
         """
-        values, name = equation.numbers, equation.primitive.name
+        values, name = eqn.numbers, eqn.primitive.name
         if len(values) != 1 or values[0] not in self.whole:
             return {}
         axes, shape = self.whole[values[0]].axes, self.flat.shape(values[0])
         if name == "slice":
-            starts = _numbers(equation, "start_indices")
-            limits = _numbers(equation, "limit_indices")
+            starts = _numbers(eqn, "start_indices")
+            limits = _numbers(eqn, "limit_indices")
             bounds = zip(axes, starts, limits, strict=True)
             return {axis: [start] for axis, start, stop in bounds if stop - start == 1}
         if name in ("split", "unstack"):
-            (axis,) = _numbers(equation, "axis")
-            if len(equation.outputs) == shape[axis]:
+            (axis,) = _numbers(eqn, "axis")
+            if len(eqn.outputs) == shape[axis]:
                 return {axes[axis]: list(range(shape[axis]))}
         return {}
 
 
-def _numbers(equation: Equation, name: str) -> list[int]:
+def _numbers(eqn: Equation, name: str) -> list[int]:
     """Numbers among an equation's parameters; empty for None."""
-    value = dict(equation.params)[name]
+    value = dict(eqn.params)[name]
     return [value] if isinstance(value, int) else list(value or ())  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
 
 
@@ -111,24 +111,24 @@ def slices(
     """
     wholes = Wholes(flat, range(len(leaves)))
     indexed = defaultdict[int, list[dict[int, list[int]]]](list)
-    for equation in flat.equations:
-        if not wholes.follow(equation) and (layers := wholes.slices(equation)):
-            indexed[wholes.whole[equation.numbers[0]].leaf].append(layers)
+    for eqn in flat.eqns:
+        if not wholes.follow(eqn) and (layers := wholes.slices(eqn)):
+            indexed[wholes.whole[eqn.numbers[0]].leaf].append(layers)
     groups = defaultdict[tuple[Names, int], dict[int, int]](dict)
-    for n, each in indexed.items():
-        if (axis := _axis(flat.shape(n), each)) is not None:
+    for n, item in indexed.items():
+        if (axis := _axis(flat.shape(n), item)) is not None:
             names = leaves[n][1]
             for k in range(len(names)):
                 groups[names[:k], flat.shape(n)[axis]][n] = axis
     # Several prefixes may have the same stacks. The longest prefix wins.
-    chosen = {tuple(axes): (common, n, axes) for (common, n), axes in groups.items()}
+    subset = {tuple(axes): (common, n, axes) for (common, n), axes in groups.items()}
     results: list[Candidate] = []
-    for common, length, axes in chosen.values():
+    for common, length, axes in subset.values():
         within = [x for x in lists if x.leaves >= set(axes)]
         layers = (
-            {x.leaves[k] for x in each.stacks.values()}
-            for each in within
-            for k in range(each.length)
+            {x.leaves[k] for x in item.stacks.values()}
+            for item in within
+            for k in range(item.length)
         )
         parts = any(set(axes) <= layer for layer in layers)
         if parts or all(leaves[n][0] for n in axes):
@@ -138,8 +138,8 @@ def slices(
             for n, axis in axes.items()
         }
         name, stacks = "/".join(common), relabeled(stacks, flat.avals)
-        shown = f"{name or 'stacks'}, by their numbers"
-        results.append(Candidate(name, shown, stacks, length, bool(within)))
+        label = f"{name or 'stacks'}, by their numbers"
+        results.append(Candidate(name, label, stacks, length, bool(within)))
     return results
 
 
@@ -148,9 +148,9 @@ def _axis(
 ) -> int | None:
     """The axis along which most layers are indexed, or None."""
     counts = {
-        axis: len({n for each in indexed for n in each[axis]})
+        axis: len({n for item in indexed for n in item[axis]})
         for axis in range(len(shape))
-        if all(axis in each for each in indexed)
+        if all(axis in item for item in indexed)
     }
     best = max(counts, key=lambda axis: counts[axis], default=None)
     return best if best is not None and counts[best] > 1 else None
@@ -162,13 +162,13 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
     Returns the loss, and the numbers of each layer's parameters.
     """
     new = copy.copy(flat)
-    new.avals, new.equations = list(flat.avals), []
+    new.avals, new.eqns = list(flat.avals), []
     renamed: dict[int, Operand] = {}
 
     def read(x: Operand) -> Operand:
         return x if isinstance(x, Constant) else renamed.get(x, x)
 
-    def number(aval: ShapedArray) -> int:
+    def index(aval: ShapedArray) -> int:
         new.avals.append(aval)
         return len(new.avals) - 1
 
@@ -181,34 +181,32 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
         del shape[axis]
         aval = flat.avals[leaf].update(shape=tuple(shape))
         axes[leaf] = axis
-        parts[leaf] = [number(aval) for _ in range(layers.length)]
+        parts[leaf] = [index(aval) for _ in range(layers.length)]
     wholes = Wholes(flat, axes)
-    for equation in flat.equations:
-        if wholes.follow(equation):
+    for eqn in flat.eqns:
+        if wholes.follow(eqn):
             continue
-        if all(x not in wholes.whole for x in equation.numbers):
-            inputs = tuple(map(read, equation.inputs))
-            new.equations.append(dataclasses.replace(equation, inputs=inputs))
+        if all(x not in wholes.whole for x in eqn.numbers):
+            inputs = tuple(map(read, eqn.inputs))
+            new.eqns.append(dataclasses.replace(eqn, inputs=inputs))
             continue
-        chosen = wholes.slices(equation)
-        whole = wholes.whole.get(equation.numbers[0])
-        if whole is None or axes[whole.leaf] not in chosen:
-            raise used_whole(layers, equation)
+        subset = wholes.slices(eqn)
+        whole = wholes.whole.get(eqn.numbers[0])
+        if whole is None or axes[whole.leaf] not in subset:
+            raise used_whole(layers, eqn)
         axis = axes[whole.leaf]
-        for output, n in zip(equation.outputs, chosen[axis], strict=True):
+        for output, n in zip(eqn.outputs, subset[axis], strict=True):
             part = parts[whole.leaf][n]
-            body = _slice(equation, whole, axis, new.avals[part], flat.shape(output))
+            body = _slice(eqn, whole, axis, new.avals[part], flat.shape(output))
             names = {0: part}
-            names |= {
-                x: number(body.avals[x]) for e in body.equations for x in e.outputs
-            }
+            names |= {x: index(body.avals[x]) for e in body.eqns for x in e.outputs}
             rename = lambda x, names=names: x if isinstance(x, Constant) else names[x]
-            new.equations += [
-                e.of(map(rename, e.inputs), [names[x] for x in e.outputs], equation)
-                for e in body.equations
+            new.eqns += [
+                e.of(map(rename, e.inputs), [names[x] for x in e.outputs], eqn)
+                for e in body.eqns
             ]
             renamed[output] = rename(body.outputs[0])
-    if any(x in wholes.whole for x in values_of(flat.outputs)):
+    if any(x in wholes.whole for x in used_values(flat.outputs)):
         raise used_whole(layers, None)
     new.outputs = list(map(read, flat.outputs))
     members = [
@@ -219,7 +217,7 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
 
 
 def _slice(
-    equation: Equation,
+    eqn: Equation,
     whole: Whole,
     axis: int,
     aval: ShapedArray,
@@ -236,7 +234,7 @@ def _slice(
             return x
         # The slice is a part of the layer, such as `stack[n, :2]`.
         starts, limits, strides = (
-            _numbers(equation, name)
+            _numbers(eqn, name)
             for name in ("start_indices", "limit_indices", "strides")
         )
         starts[place], limits[place] = 0, 1
@@ -246,16 +244,16 @@ def _slice(
     return Flat(closed, derivatives=False)
 
 
-def used_whole(layers: Candidate, equation: Equation | None) -> SplitError:
+def used_whole(layers: Candidate, eqn: Equation | None) -> SplitError:
     """The error for stacks that an equation uses whole, or that the loss returns."""
-    if equation is None:
+    if eqn is None:
         return SplitError(
             f"the loss returns the stacked parameters of {layers.name}. Return a value"
             " computed from them, such as a norm, and pass state in the batch."
         )
     return SplitError(
         f"the stacked parameters of {layers.name or 'all layers'} are used whole at"
-        f" {line_of(equation)}, and also layer by layer. A layer's parameters are"
+        f" {source_line(eqn)}, and also layer by layer. A layer's parameters are"
         " available only within the layer. Compute other values of them, such as a"
         " norm, in each layer. For several inputs, pass all of them through a layer at"
         " once."

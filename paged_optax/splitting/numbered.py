@@ -98,8 +98,8 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
       >>> split_names([(key("layers.0.up"),), (key("a/b"),), (key("a"),)])
       [('layers', '0', 'up'), ('a/b',), ('a',)]
     """
-    whole = [key_names(path) for path in paths]
-    parted = [tuple(part for x in names for part in _parts(x)) for names in whole]
+    full = [key_names(path) for path in paths]
+    parted = [tuple(part for x in names for part in _split_name(x)) for names in full]
     times = collections.Counter(parted)
     # Names that are a prefix of another path, and paths with such a prefix.
     inner = {names[:k] for names in times for k in range(len(names))}
@@ -107,7 +107,7 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
     distinct = lambda names: (
         times[names] == 1 and names not in inner and not outer(names)
     )
-    pairs = zip(whole, parted, strict=True)
+    pairs = zip(full, parted, strict=True)
     return [names if distinct(names) else unparted for unparted, names in pairs]
 
 
@@ -131,10 +131,10 @@ def numbered(
     lists: dict[frozenset[int], Candidate] = {}
 
     def add(name: str, layers: Sequence[Mapping[Member, int]], several: bool) -> None:
-        chosen = frozenset(n for each in layers for n in each.values())
-        stacks = {x: Stack(tuple(each[x] for each in layers)) for x in layers[0]}
+        subset = frozenset(n for item in layers for n in item.values())
+        stacks = {x: Stack(tuple(item[x] for item in layers)) for x in layers[0]}
         shown = f"{name.removesuffix('*')}*" if name != "*" or not several else ""
-        lists[chosen] = Candidate(
+        lists[subset] = Candidate(
             name, shown or "all lists", relabeled(stacks, avals), len(layers), several
         )
 
@@ -150,16 +150,16 @@ def numbered(
         for length, kinds in by_length.items():
             layers = [
                 {
-                    (frozen, (*kind, *names)): number
-                    for kind, each in kinds
-                    for (frozen, names), number in each[n].items()
+                    (frozen, (*kind, *names)): index
+                    for kind, item in kinds
+                    for (frozen, names), index in item[n].items()
                 }
                 for n in range(length)
             ]
-            chosen = frozenset(n for each in layers for n in each.values())
+            subset = frozenset(n for item in layers for n in item.values())
             # A list of arrays within another list is named by itself.
-            named = all(names for each in layers[:1] for _, names in each)
-            if layers and chosen not in subtrees and (named or chosen not in lists):
+            named = all(names for item in layers[:1] for _, names in item)
+            if layers and subset not in subtrees and (named or subset not in lists):
                 add("/".join((*before, "")) or "*", layers, len(kinds) > 1)
     return list(lists.values())
 
@@ -187,7 +187,7 @@ def _groups(
     groups: dict[Names, dict[tuple[bool, Names], dict[int, dict[Member, int]]]] = (
         defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     )
-    for number, (frozen, names) in enumerate(leaves):
+    for index, (frozen, names) in enumerate(leaves):
         for k in range(len(names)):
             if (match := number_of(names, k)) is None:
                 continue
@@ -197,7 +197,7 @@ def _groups(
                     break
                 kind = (*names[start:k], *filter(None, match[:1]))
                 members = groups[names[:start]][start == k, kind]
-                members[match[1]][frozen, names[k + 1 :]] = number
+                members[match[1]][frozen, names[k + 1 :]] = index
     return groups
 
 
@@ -224,14 +224,14 @@ def _longest_run(
             if count > 1 and (count * period, -period) > best[:2]:
                 best = count * period, -period, range(start, start + count * period)
             start = i - period + 1
-    _, period, chosen = best
+    _, period, subset = best
     return [
         {
-            (frozen, (*([] if period == -1 else [str(offset)]), *names)): number
+            (frozen, (*([] if period == -1 else [str(offset)]), *names)): index
             for offset in range(-period)
-            for (frozen, names), number in members[first + offset].items()
+            for (frozen, names), index in members[first + offset].items()
         }
-        for first in chosen[::-period]
+        for first in subset[::-period]
     ]
 
 
@@ -241,13 +241,13 @@ def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
     A prefix of the path suffices. An exact name excludes all other lists, for example
     a list within one of the layers.
     """
-    plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
+    plain = lambda name: "/".join(_split_name(name.removesuffix("*"))).rstrip("/_")
     prefix = plain(layers)
     exact = [name for name in names if plain(name) == prefix]
     return exact or [name for name in names if name.startswith(f"{prefix}/")]
 
 
-def _parts(name: str) -> list[str]:
+def _split_name(name: str) -> list[str]:
     return re.split(r"[/.]", name)
 
 

@@ -79,7 +79,7 @@ class Pieces:
 
     flat: Flat
     kinds: Sequence[LayerKind]
-    kind_of: Sequence[int]  # of each layer
+    kind_indices: Sequence[int]  # of each layer
     # First value of each slot of the carry; None for zeros.
     initial: Sequence[Operand | None]
     carried: Sequence[ShapedArray]  # the slots' shapes and dtypes

@@ -9,9 +9,9 @@ from paged_optax.analysis.flat import Flat, closed_of
 from paged_optax.analysis.program import Constant, Operand
 from paged_optax.splitting.dependence import (
     SplitError,
-    line_of,
-    producers_of,
-    values_of,
+    find_sources,
+    source_line,
+    used_values,
 )
 from paged_optax.splitting.indexed import Whole, Wholes, used_whole
 from paged_optax.splitting.numbered import (
@@ -42,31 +42,31 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Candidate]:
     frozen, and its names.
     """
     wholes = Wholes(flat, range(len(leaves)))
-    for equation in flat.equations:
-        wholes.follow(equation)
+    for eqn in flat.eqns:
+        wholes.follow(eqn)
     results: list[Candidate] = []
-    for equation in flat.equations:
-        if equation.primitive.name != "scan" or equation.traced is None:
+    for eqn in flat.eqns:
+        if eqn.primitive.name != "scan" or eqn.traced is None:
             continue
-        scanned = equation.inputs[sum(_counts(equation.traced)) :]
-        chosen = [wholes.whole[x] for x in values_of(scanned) if x in wholes.whole]
-        length = equation.traced.params["length"]
+        scanned = eqn.inputs[sum(_counts(eqn.traced)) :]
+        subset = [wholes.whole[x] for x in used_values(scanned) if x in wholes.whole]
+        length = eqn.traced.params["length"]
         # Frozen stacks alone are not trained, and one iteration is no list of layers.
-        if all(leaves[x.leaf][0] for x in chosen) or length < 2:
+        if all(leaves[x.leaf][0] for x in subset) or length < 2:
             continue
-        names = [leaves[x.leaf][1] for x in chosen]
+        names = [leaves[x.leaf][1] for x in subset]
         # The common prefix of all names, without the last part of any.
         common = names[0][: min(map(len, names)) - 1]
         while any(x[: len(common)] != common for x in names):
             common = common[:-1]
         stacks: dict[Member, Stack] = {}
-        for x in chosen:
+        for x in subset:
             frozen, path = leaves[x.leaf]
             # The scanned axis is the leading one, after any transposition.
             stacks[frozen, path[len(common) :]] = Stack((x.leaf,), x.axes[0])
         name, stacks = "/".join(common), relabeled(stacks, flat.avals)
-        shown = f"{name or 'stacks'}, a scan"
-        results.append(Candidate(name, shown, stacks, length, scan=equation))
+        label = f"{name or 'stacks'}, a scan"
+        results.append(Candidate(name, label, stacks, length, scan=eqn))
     return results
 
 
@@ -84,30 +84,30 @@ def _counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 def scanned_pieces(flat: Flat, layers: Candidate) -> Pieces:
     """Splits a loss at a scan, whose iterations are the layers."""
-    equation = layers.scan
-    assert equation is not None and equation.traced is not None
-    params = equation.traced.params
-    constants, carried = _counts(equation.traced)
-    inputs, outputs = equation.inputs, equation.outputs
+    eqn = layers.scan
+    assert eqn is not None and eqn.traced is not None
+    params = eqn.traced.params
+    constants, carried = _counts(eqn.traced)
+    inputs, outputs = eqn.inputs, eqn.outputs
     over = _scanned_stacks(flat, layers, inputs[constants + carried :])
     if params["reverse"]:
         raise SplitError(
-            f"the scan over layers at {line_of(equation)} is in reverse: turn the"
+            f"the scan over layers at {source_line(eqn)} is in reverse: turn the"
             " stacks once, outside the loss (jnp.flip(stack, 0)), and scan forward."
         )
     called = closed_of(params["jaxpr"])
     body = Flat(called, checkpoints=False, derivatives=False)
-    if [e.primitive.name for e in body.equations] == ["remat2"]:
+    if [e.primitive.name for e in body.eqns] == ["remat2"]:
         # A layerwise step rematerializes each layer anyway.
         body = Flat(called, checkpoints=True, derivatives=False)
-    results, producer = body.outputs, producers_of(body)
-    program, arguments = body.program(results, lambda _: True, producer, ())
+    results, source = body.outputs, find_sources(body)
+    program, args = body.program(results, lambda _: True, source, ())
     # The body's arguments: closed-over values, the carry, a slice of each stack.
     tables: list[Operand] = []
     members = {stack.leaves[0]: name for name, stack in layers.stacks.items()}
     roles: list[Role] = []
     stacks: list[Whole | None] = []
-    for x in arguments:
+    for x in args:
         scanned = x >= constants + carried and x not in body.constants
         stacks.append(over[x - constants - carried] if scanned else None)
         if x in body.constants:
@@ -141,7 +141,7 @@ def scanned_pieces(flat: Flat, layers: Candidate) -> Pieces:
                 run, tuple(roles), tuple(places[:carried]), tuple(places[carried:])
             ),
         ),
-        kind_of=(0,) * layers.length,
+        kind_indices=(0,) * layers.length,
         initial=inputs[constants : constants + carried],
         carried=tuple(avals[:carried]),
         tables=tuple(tables),
@@ -159,12 +159,12 @@ def _scanned_stacks(
     Raises if another equation uses a stack whole.
     """
     wholes = Wholes(flat, layers.leaves)
-    for e in flat.equations:
-        others = e.numbers
+    for e in flat.eqns:
+        remaining = e.numbers
         if e is layers.scan:
-            others = values_of(e.inputs[: len(e.inputs) - len(scanned)])
-        if not wholes.follow(e) and any(x in wholes.whole for x in others):
+            remaining = used_values(e.inputs[: len(e.inputs) - len(scanned)])
+        if not wholes.follow(e) and any(x in wholes.whole for x in remaining):
             raise used_whole(layers, e)
-    if any(x in wholes.whole for x in values_of(flat.outputs)):
+    if any(x in wholes.whole for x in used_values(flat.outputs)):
         raise used_whole(layers, None)
     return [None if isinstance(x, Constant) else wholes.whole.get(x) for x in scanned]

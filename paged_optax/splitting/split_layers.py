@@ -104,8 +104,8 @@ def split_layers(
     # Keep types and no arrays: the loss is traced again for other types.
     params, frozen = jax.tree.map(shape_dtype, (params, frozen))
     # A new function, because values that `loss` closes over may have changed.
-    function = jax.jit(lambda *arguments: loss(*arguments))
-    functions = SplitFunctions.of(Loss(function, layers, params, frozen), batch)
+    function = jax.jit(lambda *args: loss(*args))
+    functions = SplitFunctions.create(Loss(function, layers, params, frozen), batch)
     return SplitModel(
         functions.prologue, functions.layer, functions.epilogue, functions
     )
@@ -190,8 +190,8 @@ class SplitModel(LayerwiseModel):
         self, params: Partition, frozen: Frozen | None, activations_on_host: bool
     ) -> ModelFunctions:
         """See `LayerwiseModel`. The loss is traced again for new types."""
-        whole = lambda x: x and {**x.rest, "layers": x.layers}
-        x = self._functions.for_types(whole(params), whole(frozen))
+        full = lambda x: x and {**x.rest, "layers": x.layers}
+        x = self._functions.for_types(full(params), full(frozen))
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 
@@ -231,7 +231,8 @@ class SplitModel(LayerwiseModel):
 
     def __repr__(self) -> str:
         split = self._functions.split
-        return f"SplitModel({split.layers.name!r}, {len(split.pieces.kind_of)} layers)"
+        count = len(split.pieces.kind_indices)
+        return f"SplitModel({split.layers.name!r}, {count} layers)"
 
     def __str__(self) -> str:
         return summary(self._functions.loss, self._functions.split)

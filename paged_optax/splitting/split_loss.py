@@ -13,14 +13,14 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import refuse_no_loss
+from paged_optax.layerwise.loss import check_loss
 from paged_optax.splitting.assembly import assembled
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import (
     Depends,
     SplitError,
-    line_of,
-    values_of,
+    source_line,
+    used_values,
 )
 from paged_optax.splitting.frozen_state import warn_of_lost_state
 from paged_optax.splitting.indexed import by_layer, slices
@@ -109,8 +109,8 @@ class Loss:
         """
         traced = self.traced(batch)
         closed, shapes = traced.jaxpr, traced.out_info
-        refuse_no_loss("loss", shapes)
-        _refuse_effects(closed.jaxpr)
+        check_loss("loss", shapes)
+        _check_effects(closed.jaxpr)
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         lists, leaves = self.lists, self.leaves
         inlined = Flat(closed, derivatives=False)
@@ -126,7 +126,7 @@ class Loss:
             try:
                 layers, pieces = _split(closed, flat, len(leaves), candidate)
                 if first is not None:
-                    _refuse_other_stacks(first, layers)
+                    _check_same_stacks(first, layers)
             except SplitError as error:
                 refused.append((candidate, error))
                 continue
@@ -155,14 +155,14 @@ class Loss:
         if self.layers is None:
             return candidates
         names = [x.name or "*" for x in candidates]
-        chosen = matching_lists(self.layers, names)
-        if not chosen:
+        subset = matching_lists(self.layers, names)
+        if not subset:
             raise SplitError(
                 f"layers={self.layers!r} names no layers of these parameters. Layers"
                 f" that are numbered and equal, scanned over, or indexed: {names}."
                 f" {_BY_HAND}"
             )
-        return [x for x in candidates if (x.name or "*") in chosen]
+        return [x for x in candidates if (x.name or "*") in subset]
 
 
 def _split(
@@ -192,7 +192,7 @@ def _split(
 def _cut(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Candidate
 ) -> tuple[Candidate, Pieces]:
-    if any(e.primitive.name == "remat2" for e in flat.equations):
+    if any(e.primitive.name == "remat2" for e in flat.eqns):
         flat = _constants_first(_WithoutCheckpoints(closed, layers))
     indexed = any(stack.axis is not None for stack in layers.stacks.values())
     if indexed:
@@ -200,14 +200,14 @@ def _cut(
     else:
         leaves = {name: stack.leaves for name, stack in layers.stacks.items()}
         members = [
-            {name: each[n] for name, each in leaves.items()}
+            {name: item[n] for name, item in leaves.items()}
             for n in range(layers.length)
         ]
-    name_of = {n: name for each in members for name, n in each.items()}
-    weights = sorted({*range(count), *name_of})
-    depends = Depends.of(flat, weights, [list(x.values()) for x in members])
-    positions = [depends.layer[min(x.values())] for x in members]
-    order = sorted(range(layers.length), key=lambda n: positions[n])
+    names = {n: name for item in members for name, n in item.items()}
+    weights = sorted({*range(count), *names})
+    depends = Depends.create(flat, weights, [list(x.values()) for x in members])
+    indices = [depends.layer[min(x.values())] for x in members]
+    order = sorted(range(layers.length), key=lambda n: indices[n])
     if not indexed:
         stacks = {
             name: Stack(tuple(stack.leaves[n] for n in order))
@@ -216,7 +216,7 @@ def _cut(
         layers = dataclasses.replace(layers, stacks=stacks)
     cut = lambda latest, interleaved=False: assembled(
         Stages.from_cuts(
-            Cuts.of(depends, latest=latest, interleaved=interleaved), name_of
+            Cuts.create(depends, latest=latest, interleaved=interleaved), names
         )
     )
     # If a layer ends or begins with equations that keep the size of the carry, several
@@ -243,22 +243,22 @@ class _WithoutCheckpoints(Flat):
     def __init__(self, closed: core.ClosedJaxpr, layers: Candidate):
         leaves = [stack.leaves for stack in layers.stacks.values()]
         self.layers = [set(layer) for layer in zip(*leaves, strict=True)]
-        self.producer: dict[int, Equation] = {}
+        self.source: dict[int, Equation] = {}
         super().__init__(closed, checkpoints=False, derivatives=False)
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
             return super()._inlines(eqn, operands)
-        for equation in self.equations:
-            self.producer.update(dict.fromkeys(equation.outputs, equation))
-        leaves = set(map(self._leaf, values_of(operands)))
+        for e in self.eqns:
+            self.source.update(dict.fromkeys(e.outputs, e))
+        leaves = set(map(self._leaf, used_values(operands)))
         # The checkpoint reads most parameters of a layer.
         return any(2 * len(layer & leaves) > len(layer) for layer in self.layers)
 
     def _leaf(self, x: int) -> int:
         """The only value that a value is computed from, such as a parameter."""
-        while x in self.producer and len(self.producer[x].numbers) == 1:
-            (x,) = self.producer[x].numbers
+        while x in self.source and len(self.source[x].numbers) == 1:
+            (x,) = self.source[x].numbers
         return x
 
 
@@ -266,21 +266,21 @@ def _constants_first(flat: Flat) -> Flat:
     """Puts the constants of sums and products first, in place."""
     # `total + loss` adds to a literal in the first layer, and to a value in the others.
     # JAX then reverses the operands, and the first layer would differ from the others.
-    flat.equations = [
+    flat.eqns = [
         dataclasses.replace(e, inputs=e.inputs[::-1])
         if e.primitive.name in ("add", "mul") and isinstance(e.inputs[1], Constant)
         else e
-        for e in flat.equations
+        for e in flat.eqns
     ]
     return flat
 
 
-def _refuse_other_stacks(first: Candidate, layers: Candidate) -> None:
+def _check_same_stacks(first: Candidate, layers: Candidate) -> None:
     """Raises if layers differ from the first batch's stacks, or in their order."""
     if layers.stacks == first.stacks:
         return
-    known, each = (next(iter(x.stacks.values())).leaves for x in (first, layers))
-    order = [known.index(n) if n in known else f"leaf {n}" for n in each]
+    known, item = (next(iter(x.stacks.values())).leaves for x in (first, layers))
+    order = [known.index(n) if n in known else f"leaf {n}" for n in item]
     raise SplitError(
         f"loss takes its layers in the order {order} of the stacks of {first.shown},"
         " for parameters and a batch of these types. The batch of split_layers"
@@ -289,13 +289,13 @@ def _refuse_other_stacks(first: Candidate, layers: Candidate) -> None:
     )
 
 
-def _refuse_effects(jaxpr: core.Jaxpr) -> None:
+def _check_effects(jaxpr: core.Jaxpr) -> None:
     for eqn in jaxpr.eqns:
         if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
             # The message names the equation within a scan or a call.
             for inner in core.jaxprs_in_params(eqn.params):
-                _refuse_effects(inner)
-            where = line_of(Equation(eqn.primitive, (), (), (), eqn))
+                _check_effects(inner)
+            where = source_line(Equation(eqn.primitive, (), (), (), eqn))
             raise SplitError(
                 f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
                 " print, a callback or a check would run twice for each layer, or not"

@@ -49,12 +49,12 @@ class Stacking:
         leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
         layers: dict[Names, Shaped] = {}
         for name, stack in self.layers.items():
-            chosen = [leaves[n] for n in stack.leaves]
+            subset = [leaves[n] for n in stack.leaves]
             # Leaves are released as they are stacked if the caller holds no references.
             if on_host:
-                layers[name] = _on_host(chosen, stack.axis, min_size)
+                layers[name] = _on_host(subset, stack.axis, min_size)
             else:
-                layers[name] = stack_leaves(chosen, stack.axis)
+                layers[name] = stack_leaves(subset, stack.axis)
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
             rest = {
@@ -75,8 +75,8 @@ class Stacking:
                     f" {x.shape}, and the model that split_layers was given has {count}"
                     " layers: pass the stacks of all of them."
                 )
-            each = unstack_leaf(x, count, stack.axis)
-            for n, part in zip(stack.leaves, each, strict=True):
+            item = unstack_leaf(x, count, stack.axis)
+            for n, part in zip(stack.leaves, item, strict=True):
                 leaves[n] = part
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
         for n, x in zip(self.rest.values(), rest, strict=True):
@@ -107,8 +107,8 @@ class Stacking:
         """Converts a state of the stacks to a state of the tree."""
         tree = self.tree
         apart = lambda x: unstack_leaf(x, tree.length)
-        back = lambda x, axis: unstack_leaf(x, 1, axis)[0]
-        return tree.unstack(state, apart, self._moved(back))
+        grads = lambda x, axis: unstack_leaf(x, 1, axis)[0]
+        return tree.unstack(state, apart, self._moved(grads))
 
     def _moved(
         self, move: Callable[[Shaped, int], Shaped]
@@ -134,7 +134,7 @@ class Stacking:
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)
         leaves, structure = jax.tree.flatten(tree)
-        shapes = shapes_of(tree)
+        shapes = leaf_shapes(tree)
         names = {**self.shapes, **shapes}
         differ = [x for x in names if self.shapes.get(x) != shapes.get(x)]
         if differ or structure != self.structure:
@@ -150,7 +150,7 @@ class Stacking:
         return leaves
 
 
-def shapes_of(tree: PyTree) -> dict[str, tuple[int, ...]]:
+def leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """The shapes of a tree's leaves, by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {keystr(path): tuple(x.shape) for path, x in leaves}
@@ -207,12 +207,12 @@ def _read(x: Shaped) -> Shaped:
 def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
     """Stacks moments along a new leading axis, with zeros for layers without any."""
     first = next(x for x in leaves if x is not None)
-    blank = first
+    empty = first
     if is_traced(first):
-        blank = jnp.zeros_like(first)
+        empty = jnp.zeros_like(first)
     elif isinstance(first, Array) and any(x is None for x in leaves):
-        blank = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
-    return stack_leaves([blank if x is None else x for x in leaves])
+        empty = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
+    return stack_leaves([empty if x is None else x for x in leaves])
 
 
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paged_optax.analysis.program import Constant, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.cuts import Cuts
-from paged_optax.splitting.dependence import SplitError, aval_of, values_of
+from paged_optax.splitting.dependence import SplitError, get_aval, used_values
 from paged_optax.splitting.numbered import Member
 
 # Values from before the layers of at most this many bytes are not computed in layers.
@@ -33,8 +33,8 @@ class Stages:
         of = {n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order}
         for layer, piece in enumerate(_Search(cuts, members).pieces()):
             of.update(dict.fromkeys(piece, layer))
-        _refuse_elsewhere(cuts, of)
-        return cls(cuts, members, _with_early_equations(cuts, of))
+        _check_location(cuts, of)
+        return cls(cuts, members, _with_preceding(cuts, of))
 
 
 class _Search:
@@ -68,7 +68,7 @@ class _Search:
 
     def _numbered(
         self,
-        equations: Iterable[int],
+        eqns: Iterable[int],
         layer: int,
         free: Callable[[int], bool],
         among: Mapping[int, int] | None = None,
@@ -79,17 +79,17 @@ class _Search:
         types, have one number.
 
         Args:
-          equations: The equations.
+          eqns: The equations.
           layer: The layer whose parameters they may read.
           free: True for values that may come from outside.
           among: How often each number may occur; None for any.
         """
         numbered: dict[int, tuple[int, list[int]]] = {}
-        inside: dict[Operand, Hashable] = {}
+        inner: dict[Operand, Hashable] = {}
         left = None if among is None else collections.Counter(among)
 
         def meanings(x: Operand) -> Sequence[Hashable]:
-            aval = aval_of(self.flat, x)
+            aval = get_aval(self.flat, x)
             if isinstance(x, Constant):
                 # The first layer may read a literal where others read a value.
                 return [("constant", aval), aval]
@@ -97,24 +97,24 @@ class _Search:
                 fits = self.depends.layer[x] == layer
                 return [("parameter", self.members[x])] if fits else []
             outside = [aval] if free(x) else []
-            return [inside[x], *outside] if x in inside else outside
+            return [inner[x], *outside] if x in inner else outside
 
-        for n in equations:
-            equation = self.flat.equations[n]
-            types = tuple(aval_of(self.flat, x) for x in equation.outputs)
-            choices = itertools.product(*map(meanings, equation.inputs))
+        for n in eqns:
+            eqn = self.flat.eqns[n]
+            types = tuple(get_aval(self.flat, x) for x in eqn.outputs)
+            choices = itertools.product(*map(meanings, eqn.inputs))
             for operands in itertools.islice(choices, _CHOICES):
-                key = equation.primitive, equation.params, operands, types
-                number = self.numbers.setdefault(key, len(self.numbers))
-                if left is not None and not left[number]:
+                key = eqn.primitive, eqn.params, operands, types
+                index = self.numbers.setdefault(key, len(self.numbers))
+                if left is not None and not left[index]:
                     continue
                 if left is not None:
-                    left[number] -= 1
-                pairs = zip(equation.inputs, operands, strict=True)
-                within = [x for x, how in pairs if inside.get(x) == how]
-                numbered[n] = number, values_of(within)
-                for k, x in enumerate(equation.outputs):
-                    inside[x] = number, k
+                    left[index] -= 1
+                pairs = zip(eqn.inputs, operands, strict=True)
+                within = [x for x, how in pairs if inner.get(x) == how]
+                numbered[n] = index, used_values(within)
+                for k, x in enumerate(eqn.outputs):
+                    inner[x] = index, k
                 break
         return numbered
 
@@ -124,7 +124,7 @@ class _Search:
         for piece in pieces:
             layer = max(map(self.depends.last_layer, piece))
             numbered = self._numbered(piece, layer, lambda _: True)
-            counts = collections.Counter(number for number, _ in numbered.values())
+            counts = collections.Counter(index for index, _ in numbered.values())
             templates.setdefault(frozenset(counts.items()), counts)
         return sorted(templates.values(), key=lambda x: -sum(x.values()))
 
@@ -140,15 +140,15 @@ class _Search:
             numbered = self._numbered(candidates, 0, free, anywhere)
             # Backward from the first cut: equations before the layers may be equal to
             # a layer's too.
-            piece, waiting = (
+            piece, queue = (
                 set[int](),
-                [*needed, *(depends.producer[x] for x in carry)],
+                [*needed, *(depends.source[x] for x in carry)],
             )
-            while waiting:
-                n = waiting.pop()
+            while queue:
+                n = queue.pop()
                 if n in numbered and n not in piece:
                     piece.add(n)
-                    waiting += [depends.producer[x] for x in numbered[n][1]]
+                    queue += [depends.source[x] for x in numbered[n][1]]
             counts = collections.Counter(numbered[n][0] for n in piece)
             if counts == template and needed <= piece and not self._is_shared(piece):
                 return [n for n in candidates if n in piece]
@@ -158,14 +158,14 @@ class _Search:
         """The last layer, equal to another layer; None without such equations."""
         depends, cuts = self.depends, self.cuts
         candidates = cuts.order[cuts.cuts[-1] :]
-        produced = {x for n in candidates for x in self.flat.equations[n].outputs}
+        produced = {x for n in candidates for x in self.flat.eqns[n].outputs}
         free = lambda x: x not in produced
-        parameters = {x for x, n in depends.layer.items() if n == self.count - 1}
+        params = {x for x, n in depends.layer.items() if n == self.count - 1}
         needed = {
             n
             for n in candidates
             if len(depends.uses(n)) == 1
-            and not parameters.isdisjoint(self.flat.equations[n].numbers)
+            and not params.isdisjoint(self.flat.eqns[n].numbers)
         }
         for template in templates:
             piece = self._numbered(candidates, self.count - 1, free, template)
@@ -176,7 +176,7 @@ class _Search:
     def _users(self, n: int) -> set[int]:
         """The learned equations that use the values of an equation."""
         order, uses = self.cuts.order, self.cuts.uses
-        places = (x for y in self.flat.equations[n].outputs for x in uses[y])
+        places = (x for y in self.flat.eqns[n].outputs for x in uses[y])
         return {order[place] if place < len(order) else -1 for place in places}
 
     def _is_shared(self, piece: set[int]) -> bool:
@@ -186,13 +186,13 @@ class _Search:
 
     def _from(self, start: int) -> list[int]:
         """The equations of the first layer, if it begins at this place."""
-        chosen = self.cuts.order[start : self.cuts.cuts[0]]
-        piece = {n for n in chosen if self.depends.last_layer(n) == 0}
+        subset = self.cuts.order[start : self.cuts.cuts[0]]
+        piece = {n for n in subset if self.depends.last_layer(n) == 0}
         # Also the equations before that only these need.
-        for n in reversed(chosen):
+        for n in reversed(subset):
             if self._users(n) <= piece:
                 piece.add(n)
-        return [n for n in chosen if n in piece]
+        return [n for n in subset if n in piece]
 
     def _between(self, layer: int) -> range:
         """Places from the cut before a layer, or the first use of one, to the next."""
@@ -208,7 +208,7 @@ class _Search:
         return [x for x in values if self.cuts.until(x, stop) >= places.stop]
 
     def _types(self, values: Iterable[int]) -> list[str]:
-        return sorted(str(aval_of(self.flat, x)) for x in values)
+        return sorted(str(get_aval(self.flat, x)) for x in values)
 
     def _starts(self) -> list[int]:
         """Places where the first layer may begin, in reverse order."""
@@ -216,12 +216,12 @@ class _Search:
         # values are alive, not counting values that later layers use.
         cuts, region = self.cuts, self.cuts.regions[-1]
         carry = self._types(self._alive(self._between(0), cuts.end))
-        once = lambda x: cuts.until(x, cuts.end) < cuts.cuts[0]
+        is_local = lambda x: cuts.until(x, cuts.end) < cuts.cuts[0]
         alive = lambda place: self._alive(range(region.start, place), cuts.end)
         return [
             place
             for place in range(region.stop, region.start, -1)
-            if self._types(filter(once, alive(place))) == carry
+            if self._types(filter(is_local, alive(place))) == carry
         ]
 
     def _ends_at(self) -> int:
@@ -231,7 +231,7 @@ class _Search:
         # It reads no values of earlier layers that are kept for the epilogue.
         places = [cuts.end]
         for place in range(cuts.end, min(cuts.end + 64, len(cuts.order))):
-            if not earlier.isdisjoint(flat.equations[cuts.order[place]].numbers):
+            if not earlier.isdisjoint(flat.eqns[cuts.order[place]].numbers):
                 break
             places.append(place + 1)
         # The first choice counts values that are kept for the epilogue, such as all
@@ -245,22 +245,22 @@ class _Search:
         return cuts.end
 
 
-def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
+def _check_location(cuts: Cuts, of: Mapping[int, int]) -> None:
     """Raises if parameters are used outside their layer, directly or prepared."""
     depends = cuts.depends
-    flat, equations = depends.flat, depends.flat.equations
+    flat, eqns = depends.flat, depends.flat.eqns
 
     def layer_of(x: int) -> int | None:
         """The layer of a parameter, or of a value as large as its parameters."""
-        layers, producer = depends.pure.get(x, frozenset()), depends.producer.get(x)
-        if producer is not None:
-            operands = map(flat.size, equations[producer].numbers)
+        layers, source = depends.pure.get(x, frozenset()), depends.source.get(x)
+        if source is not None:
+            operands = map(flat.size, eqns[source].numbers)
             if not 1 < flat.size(x) >= max(operands, default=0):
                 return None
         return min(layers) if len(layers) == 1 else None
 
     for n in cuts.order:
-        for layer in map(layer_of, equations[n].numbers):
+        for layer in map(layer_of, eqns[n].numbers):
             if layer is not None and of[n] != layer:
                 after = of[n] == depends.count
                 raise SplitError(
@@ -272,7 +272,7 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
                     " or of gradients through them, train with jax.grad and a paged"
                     " optimizer."
                 )
-    for layer in map(layer_of, values_of(flat.outputs)):
+    for layer in map(layer_of, used_values(flat.outputs)):
         if layer is not None:
             raise SplitError(
                 f"the loss returns a parameter of layer {layer}. Return a value"
@@ -280,7 +280,7 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
             )
 
 
-def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
+def _with_preceding(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     """Moves equations from before the layers into the only layer that uses them.
 
     This applies to an equation that several layers repeat on the same operands, such as
@@ -288,34 +288,34 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     whose result is larger than its operands: a dropout mask, but not its key.
     """
     depends = cuts.depends
-    flat, equations = depends.flat, depends.flat.equations
+    flat, eqns = depends.flat, depends.flat.eqns
     users = collections.defaultdict[int, set[int]](set)
-    for x in values_of(flat.outputs):
+    for x in used_values(flat.outputs):
         users[x].add(depends.count)
     only: dict[int, int] = {}
     # Backward: the layers that need each equation, and the layer if it is the only one.
     for n in reversed(depends.live):
-        layers = set[int]().union(*(users[x] for x in equations[n].outputs))
+        layers = set[int]().union(*(users[x] for x in eqns[n].outputs))
         if of.get(n, -1) >= 0:
             layers = {of[n]}
         elif len(layers) == 1 and 0 <= min(layers) < depends.count:
             only[n] = min(layers)
-        for x in equations[n].numbers:
+        for x in eqns[n].numbers:
             users[x].update(layers)
     repeated = _repeated(cuts, only)
-    stages, inside = dict(of), set[int]()
+    stages, inner = dict(of), set[int]()
     size = lambda xs: nbytes([flat.avals[x] for x in xs])
     # Forward, because an equation follows its operands into a layer.
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
-        equation, operands = equations[n], equations[n].numbers
-        grows = size(equation.outputs) > max(_SMALL, size(operands))
+        eqn, operands = eqns[n], eqns[n].numbers
+        grows = size(eqn.outputs) > max(_SMALL, size(operands))
         grows = grows and not depends.is_learned(n)
         stages[n] = -1
-        if n in only and (grows or n in repeated or not inside.isdisjoint(operands)):
+        if n in only and (grows or n in repeated or not inner.isdisjoint(operands)):
             stages[n] = only[n]
-            inside.update(equation.outputs)
+            inner.update(eqn.outputs)
     return stages
 
 
@@ -324,11 +324,11 @@ def _repeated(cuts: Cuts, only: Mapping[int, int]) -> Collection[int]:
     same: dict[Operand, Hashable] = {}
     groups = collections.defaultdict[Hashable, list[int]](list)
     for n in cuts.depends.live:
-        equation = cuts.depends.flat.equations[n]
+        eqn = cuts.depends.flat.eqns[n]
         if n in only:
-            operands = tuple(same.get(x, x) for x in equation.inputs)
-            key = equation.primitive, equation.params, operands
+            operands = tuple(same.get(x, x) for x in eqn.inputs)
+            key = eqn.primitive, eqn.params, operands
             groups[key].append(n)
-            same |= {x: (key, k) for k, x in enumerate(equation.outputs)}
-    groups = (each for each in groups.values() if len({only[n] for n in each}) > 1)
-    return {n for each in groups for n in each}
+            same |= {x: (key, k) for k, x in enumerate(eqn.outputs)}
+    groups = (item for item in groups.values() if len({only[n] for n in item}) > 1)
+    return {n for item in groups for n in item}

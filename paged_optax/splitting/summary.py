@@ -10,9 +10,9 @@ from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import dtype_and_shape, readable_bytes, table
 from paged_optax.splitting.dependence import (
-    line_of,
-    live_of,
-    producers_of,
+    find_sources,
+    live_equations,
+    source_line,
 )
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
@@ -26,29 +26,29 @@ _LOGITS = (
 def summary(loss: Loss, split: SplitLoss) -> str:
     """Returns the table of `print(model)`, with advice."""
     pieces, flat = split.pieces, split.pieces.flat
-    count = len(pieces.kind_of)
+    count = len(pieces.kind_indices)
     rows = [("layers", split.layers.shown, f"{count}")]
     if len(pieces.kinds) > 1:
-        rows.append(("kinds", _kinds(pieces.kind_of), f"{len(pieces.kinds)}"))
+        rows.append(("kinds", _kinds(pieces.kind_indices), f"{len(pieces.kinds)}"))
     rows += _parameters(loss, split)
     carried = f"{count} x {_size(pieces.carried)}"
     rows.append(("carried, saved for each layer", _types(pieces.carried), carried))
     if shared := [flat.avals[x] for x in sorted(pieces.seen)]:
         rows.append(("seen by all layers", _types(shared), _size(shared)))
-    rows += [("for each layer another", *_row(flat, each)) for each in pieces.tables]
+    rows += [("for each layer another", *_row(flat, item)) for item in pieces.tables]
     if pieces.kept:
         kept = f"{count} x {_size(pieces.kept)}"
         rows.append(("kept of each layer", _types(pieces.kept), kept))
     for other in split.others:
         frozen = all(loss.leaves[n][0] for n in other.leaves)
-        whole = "frozen" if frozen else "with their gradients"
-        words = f"{other.shown}, {other.length} layers, {whole}"
+        full = "frozen" if frozen else "with their gradients"
+        words = f"{other.shown}, {other.length} layers, {full}"
         rows.append(("held whole", words, readable_bytes(other.nbytes(flat.avals))))
     values, fixed = _activations(pieces, len(loss.leaves))
-    advice: list[str] = []
+    hints: list[str] = []
     if values:
-        equation, x = max(values, key=lambda pair: nbytes(flat.avals[pair[1]]))
-        place = re.split(r"[/\\]", line_of(equation).split(", which")[0])[-1]
+        eqn, x = max(values, key=lambda pair: nbytes(flat.avals[pair[1]]))
+        place = re.split(r"[/\\]", source_line(eqn).split(", which")[0])[-1]
         text = f"{_types([flat.avals[x]])} at {place}"
         rows.append(("largest activation outside", text, _size([flat.avals[x]])))
         # Values computed from logits, such as exponentials, have the same size.
@@ -57,26 +57,26 @@ def summary(loss: Loss, split: SplitLoss) -> str:
         products = [e for e in large if e.primitive.name == "dot_general"]
         softmax = any(e.primitive.name == "exp" for e in large)
         if softmax and any(not fixed.isdisjoint(e.numbers) for e in products):
-            advice.append(_LOGITS)
+            hints.append(_LOGITS)
     for layers, error in split.refused:
         size = readable_bytes(layers.nbytes(flat.avals))
-        advice.append(f"{layers.shown}, {size}, is not split: {error}")
-    return "\n".join([table(("what", "found", "size"), rows), *advice])
+        hints.append(f"{layers.shown}, {size}, is not split: {error}")
+    return "\n".join([table(("what", "found", "size"), rows), *hints])
 
 
 def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
     """Yields rows of the layers' parameters and of all others, trained and frozen."""
     avals, leaves = split.pieces.flat.avals, loss.leaves
     stacked = {n for stack in split.layers.stacks.values() for n in stack.leaves}
-    count = len(split.pieces.kind_of)
+    count = len(split.pieces.kind_indices)
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
         stacks = split.layers.stacks.items()
         stacks = [x for (is_frozen, _), x in stacks if is_frozen == frozen]
         if stacks:
             size = nbytes([avals[n] for stack in stacks for n in stack.leaves])
-            each = f"{count} x {readable_bytes(size // count)}"
-            yield f"{word}, of each layer", f"{len(stacks)} arrays", each
+            item = f"{count} x {readable_bytes(size // count)}"
+            yield f"{word}, of each layer", f"{len(stacks)} arrays", item
         rest = [n for n, (is_frozen, _) in enumerate(leaves) if is_frozen == frozen]
         rest = [n for n in rest if n not in stacked]
         if rest:
@@ -85,10 +85,10 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
             yield f"{word}, of no layer", _some(names, 3), size
 
 
-def _kinds(kind_of: Sequence[int]) -> str:
+def _kinds(kind_indices: Sequence[int]) -> str:
     """A letter for each layer's kind, with a repeated pattern shown once."""
-    first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
-    order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
+    first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_indices))}
+    order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_indices)
     # The shortest repeated pattern, for example of alternating layers.
     for period in range(1, len(order) // 2 + 1):
         if all(x == y for x, y in zip(order, order[period:], strict=False)):
@@ -113,12 +113,12 @@ def _activations(
     fixed = {*range(parameters), *flat.constants}
     values: list[tuple[Equation, int]] = []
     # XLA removes equations that the results do not need.
-    for n in live_of(flat, producers_of(flat)):
-        equation = flat.equations[n]
-        if fixed.issuperset(equation.numbers):
-            fixed.update(equation.outputs)
+    for n in live_equations(flat, find_sources(flat)):
+        eqn = flat.eqns[n]
+        if fixed.issuperset(eqn.numbers):
+            fixed.update(eqn.outputs)
         else:
-            values += [(equation, x) for x in equation.outputs]
+            values += [(eqn, x) for x in eqn.outputs]
     return [x for x in values if x[1] not in pieces.inside], fixed
 
 
@@ -130,6 +130,6 @@ def _types(avals: Iterable[ShapedArray]) -> str:
     return _some(list(map(dtype_and_shape, avals)), 3)
 
 
-def _some(texts: Sequence[str], most: int) -> str:
-    more = f", {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+def _some(texts: Sequence[str], maximum: int) -> str:
+    more = f", {len(texts) - maximum} more" if len(texts) > maximum else ""
+    return ", ".join(texts[:maximum]) + more

@@ -140,11 +140,11 @@ def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
     return [
         StateLeaf(path[:-1], path_name(path[-1:]), parameter, as_pure(value))
         for path, field in fields
-        for parameter, value in _moments_of(field)
+        for parameter, value in _moment_bytes(field)
     ]
 
 
-def _moments_of(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
+def _moment_bytes(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
     if jax.tree_util.all_leaves([as_pure(field)], is_leaf=is_quantized):
         return [((), field)]  # a count, in a Flax variable or not
     flat, _ = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)
@@ -166,11 +166,11 @@ def pageable(state_leaves: Iterable[StateLeaf]) -> list[bool]:
     state_leaves = list(state_leaves)
     moments = [x for x in state_leaves if x.is_moment]
     paged = [x for x in moments if on_host(x.value)]
-    parameters, fields = (
+    params, fields = (
         {x.parameter for x in paged},
         {(x.node, x.field) for x in paged},
     )
-    stay = {(x.node, x.field) for x in moments if x.parameter in parameters} - fields
+    stay = {(x.node, x.field) for x in moments if x.parameter in params} - fields
     return [x.is_moment and (x.node, x.field) not in stay for x in state_leaves]
 
 
@@ -220,14 +220,14 @@ class Parameters:
         if len(group) == 1:
             return group[0]
         names = [path_name(x) for x in group]
-        shown = [
+        label = [
             repr(name) if names.count(name) == 1 else str(x)
             for name, x in zip(names[:3], group, strict=False)
         ]
-        shown += ["..."] * (len(group) > 3)
+        label += ["..."] * (len(group) > 3)
         raise ValueError(
             f"path={path_name(path).strip('/')!r} leads to {len(group)} parameters"
-            f" ({', '.join(shown)}): name one."
+            f" ({', '.join(label)}): name one."
         )
 
     def _matching(self, path: str) -> list[KeyPath]:
@@ -260,5 +260,5 @@ def parameters_of(state_leaves: Iterable[StateLeaf]) -> Parameters:
 def moments_within(state: PyTree, path: Path) -> list[StateLeaf]:
     """Returns the moments of a parameter, or of a group."""
     state_leaves = state_leaves_of(state)
-    inside = set(parameters_of(state_leaves).group(path))
-    return [x for x in state_leaves if x.is_moment and x.parameter in inside]
+    inner = set(parameters_of(state_leaves).group(path))
+    return [x for x in state_leaves if x.is_moment and x.parameter in inner]

@@ -15,7 +15,7 @@ from paged_optax.backend.memory import (
     DEVICE,
     HOST,
     donate_within_memory,
-    kind_of,
+    kind_indices,
     memory_kind,
     on_host,
 )
@@ -41,7 +41,7 @@ from paged_optax.state.leaves import (
 from paged_optax.state.residency import moved_to
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.precision import current_master, wider
-from paged_optax.transform.remainders import master_of
+from paged_optax.transform.remainders import get_master
 
 
 def page_in(state: PyTree, path: Path) -> dict[str, PyTree[Array]]:
@@ -83,8 +83,8 @@ def _moments_at(
     """Returns one parameter's moments by name, with their positions in the state."""
     parameter = parameters_of(state_leaves).one(path)
     moments = [
-        (position, leaf)
-        for position, leaf in enumerate(state_leaves)
+        (index, leaf)
+        for index, leaf in enumerate(state_leaves)
         if leaf.is_moment and leaf.parameter == parameter
     ]
     names = [leaf.field for _, leaf in moments]
@@ -131,16 +131,16 @@ def page_out(
             f" {sorted(current)}: pass those, as page_in gives them."
         )
     values, paged = [leaf.value for leaf in state_leaves], pageable(state_leaves)
-    for key, (position, leaf) in current.items():
-        if not _stored_alike(moments[key], leaf.value):
+    for key, (index, leaf) in current.items():
+        if not _stored_equally(moments[key], leaf.value):
             raise ValueError(
                 f"moments[{key!r}] is {_describe(moments[key])}, and the state of"
                 f" parameter {name!r} holds {_describe(leaf.value)}: pass moments as"
                 " page_in gives them."
             )
-        put = functools.partial(_put_like, host=paged[position])
+        put = functools.partial(_put_like, host=paged[index])
         new = unflatten_like(leaf.value, moments[key])
-        values[position] = jax.tree.map(put, new, leaf.value)
+        values[index] = jax.tree.map(put, new, leaf.value)
     return unflatten_like(state, donate_within_memory(values))
 
 
@@ -217,7 +217,7 @@ def _old_value(
             f" {path_name(path)!r}, or add one after the other."
         )
     value = old[leaf.key]
-    if not _stored_alike(value, leaf.value):
+    if not _stored_equally(value, leaf.value):
         raise ValueError(
             f"{leaf.field} of parameter {leaf.name!r} is {_describe(value)} in the"
             f" state, and {_describe(leaf.value)} in that of tx for these parameters:"
@@ -227,11 +227,11 @@ def _old_value(
     return value
 
 
-def _stored_alike(x: PyTree, y: PyTree) -> bool:
+def _stored_equally(x: PyTree, y: PyTree) -> bool:
     if isinstance(x, Quantized) and isinstance(y, Quantized):
         # A plain `Quantized` does not name its codec.
         codecs = {type(x), type(y)} - {Quantized}
-        return len(codecs) < 2 and all(map(_stored_alike, x, y))
+        return len(codecs) < 2 and all(map(_stored_equally, x, y))
     return _describe(x) == _describe(y)
 
 
@@ -247,7 +247,7 @@ def _describe(moment: PyTree) -> str:
 
 def _put_like(x: ArrayLike, old: Array, *, host: bool) -> Array:
     if is_committed(old):
-        return jax.device_put(x, old.sharding.with_memory_kind(kind_of(host)))
+        return jax.device_put(x, old.sharding.with_memory_kind(kind_indices(host)))
     return jax.device_put(x, HOST if host else DEVICE)
 
 
@@ -258,7 +258,7 @@ def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
 
 
 #: Computes a parameter's master from its half in the state, by the half's field.
-_MASTERS = {"master": current_master, "remainder": master_of}
+_MASTERS = {"master": current_master, "remainder": get_master}
 
 
 def master_weights(

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import unflatten_like
-from paged_optax.backend.memory import bytes_per_device, kind_of, nbytes, on_host
+from paged_optax.backend.memory import bytes_per_device, kind_indices, nbytes, on_host
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import (
     ArrayOrShape,
@@ -186,11 +186,11 @@ def rebalance(
     groups = map(parameters_of(state_leaves).group, used)
     residents = _residents([path for group in groups for path in group], totals, budget)
     for to_host in (True, False):
-        move = functools.partial(moved_to, kind=kind_of(to_host))
-        for position, leaf in enumerate(state_leaves):
+        move = functools.partial(moved_to, kind=kind_indices(to_host))
+        for index, leaf in enumerate(state_leaves):
             belongs = (leaf.parameter in residents) != to_host
-            if movable[position] and belongs and on_host(leaf.value) != to_host:
-                values[position] = jax.tree.map(move, leaf.value)
+            if movable[index] and belongs and on_host(leaf.value) != to_host:
+                values[index] = jax.tree.map(move, leaf.value)
     return unflatten_like(state, values)
 
 

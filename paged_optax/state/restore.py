@@ -35,9 +35,9 @@ from paged_optax.codecs import is_codes_field
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import Visitor, within
-from paged_optax.transform.parameter_shardings import refuse_uneven
+from paged_optax.transform.parameter_shardings import check_even
 from paged_optax.transform.planned_moments import explicitly_typed
-from paged_optax.transform.trees import parameter_of, paths_of
+from paged_optax.transform.trees import leaf_paths, parameter_of
 
 #: The arrays of a state by the names of their keys, whatever the containers.
 _ByName = Mapping[tuple[str, ...], ArrayOrShape]
@@ -92,19 +92,19 @@ def abstract_state(
         return tx.abstract(params)
     check_transformation("tx", tx)
     check_arrays("params", params)
-    refuse_uneven(params)
+    check_even(params)
     by_optimizer = optimizer_shardings(params)
     params = _on_meshes(params, by_optimizer)
     # A trace with the mesh, so that `update` knows the shardings of a restored state.
-    visitor = Visitor(mesh=_mesh_of(params))
+    visitor = Visitor(mesh=_find_mesh(params))
     with within(visitor=visitor), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not trace the same one twice.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
     stored, _ = jax.tree_util.tree_flatten_with_path(
         as_pure(shapes), is_leaf=is_quantized
     )
-    paths, likes = paths_of(as_pure(params))
-    owners = parameter_of([path for path, _ in stored], paths)
+    paths, likes = leaf_paths(as_pure(params))
+    param_indices = parameter_of([path for path, _ in stored], paths)
     # A count committed to one device could not meet parameters on others.
     default = replicated_sharding(likes) or SingleDeviceSharding(jax.devices()[0])
     likes = [
@@ -114,26 +114,29 @@ def abstract_state(
     avals = iter(closed.out_avals)
 
     def place(
-        x: jax.ShapeDtypeStruct, parameter: ArrayOrShape | None
+        x: jax.ShapeDtypeStruct, param: ArrayOrShape | None
     ) -> jax.ShapeDtypeStruct:
         sharding, aval = default, next(avals)
-        typed = None
+        explicit = None
         if isinstance(default, NamedSharding) and default.mesh.size > 1:
-            typed = NamedSharding(default.mesh, aval.sharding.spec)
-        if parameter is not None and parameter.shape == x.shape:
-            sharding = getattr(parameter, "sharding", None) or default
-            shards, traced = Shards.of(sharding, x.shape), Shards.of(typed, x.shape)
+            explicit = NamedSharding(default.mesh, aval.sharding.spec)
+        if param is not None and param.shape == x.shape:
+            sharding = getattr(param, "sharding", None) or default
+            shards, traced = (
+                Shards.create(sharding, x.shape),
+                Shards.create(explicit, x.shape),
+            )
             if shards and traced and shards.axes != traced.axes:
                 sharding = traced.sharding  # as an earlier `init` divided the moment
-        elif typed is not None:
-            sharding = typed
+        elif explicit is not None:
+            sharding = explicit
         kind = memory_kind(aval)
         return _with_sharding(x, typed_by_memory(sharding.with_memory_kind(kind)))
 
     placed = []
-    for (_, x), owner in zip(stored, owners, strict=True):
-        parameter = None if owner is None else likes[owner]
-        placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
+    for (_, x), param_index in zip(stored, param_indices, strict=True):
+        param = None if param_index is None else likes[param_index]
+        placed.append(jax.tree.map(lambda x, p=param: place(x, p), x))
     return unflatten_like(shapes, placed)
 
 
@@ -182,7 +185,7 @@ def _with_sharding(x: ArrayOrShape, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _mesh_of(params: PyTree) -> Mesh | None:
+def _find_mesh(params: PyTree) -> Mesh | None:
     """Returns the mesh that all parameters are on, or None."""
     shardings = [
         getattr(x, "sharding", None)
@@ -259,7 +262,7 @@ def placed_as(target: PyTree[jax.ShapeDtypeStruct], state: PyTree) -> PyTree:
         if name not in arrays and before in arrays and is_codes_field(name[-1]):
             arrays[name] = arrays.pop(before)
     for name in [*places, *arrays]:
-        _refuse_unlike(name, arrays, places)
+        _check_equal(name, arrays, places)
     placed = map(_placed, (arrays[name] for name in places), jax.tree.leaves(target))
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
     return unflatten_like(state if same else target, [*placed])
@@ -270,7 +273,7 @@ def _by_name(state: PyTree) -> dict[tuple[str, ...], ArrayOrShape]:
     return {key_names(path): x for path, x in flat}
 
 
-def _refuse_unlike(name: tuple[str, ...], arrays: _ByName, places: _ByName) -> None:
+def _check_equal(name: tuple[str, ...], arrays: _ByName, places: _ByName) -> None:
     array, place = (
         dtype_and_shape(x[name]) if name in x else None for x in (arrays, places)
     )

@@ -39,7 +39,7 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
     """
     state_leaves = state_leaves_of(state, shapes=False)
     parameter = parameters_of(state_leaves).one(path)
-    count = step_of(state_leaves, parameter)
+    count = read_step(state_leaves, parameter)
     if count is None:
         raise ValueError(
             f"the state of parameter {path_name(parameter)!r} counts no steps: its"
@@ -48,7 +48,7 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
     return count
 
 
-def step_of(
+def read_step(
     state_leaves: Iterable[StateLeaf], parameter: KeyPath
 ) -> Int[Array, ""] | None:
     """Returns the step count of a parameter, its own or a shared one, or None."""

@@ -19,10 +19,10 @@ from paged_optax.backend.user_warnings import called_by, warn_user
 from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized
 from paged_optax.transform.context import current, within
-from paged_optax.transform.trees import Value, paths_of
+from paged_optax.transform.trees import Value, leaf_paths
 
 
-def refuse_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
+def check_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
     """Raises if a parameter's dtype has no moments."""
     dtype = jax.typeof(leaf).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -33,7 +33,7 @@ def refuse_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
         )
 
 
-def refuse_inside_paged() -> None:
+def check_not_nested() -> None:
     """Raises inside another paged transformation."""
     if current().paged:
         raise ValueError(
@@ -66,13 +66,13 @@ def check_arguments(updates: PyTree, state: PyTree, params: PyTree | None) -> No
     check_arrays("updates", updates, shapes=visited, numbers=True)
     check_arrays("params", params, shapes=visited, numbers=True)
     if not visited:
-        refuse_host("gradient", updates)
-        refuse_host("parameter", params)
+        check_on_device("gradient", updates)
+        check_on_device("parameter", params)
 
 
-def refuse_host(what: str, tree: PyTree) -> None:
+def check_on_device(what: str, tree: PyTree) -> None:
     """Raises if parameters or gradients are in host memory."""
-    for path, leaf in zip(*paths_of(tree), strict=True):
+    for path, leaf in zip(*leaf_paths(tree), strict=True):
         if on_host(leaf):
             raise ValueError(
                 f"{what} {keystr(path)} is in host memory ({jax.typeof(leaf)}): only"
@@ -95,24 +95,24 @@ def warn_of_multi_steps(state: Sequence[Value]) -> None:
         )
 
 
-def refuse_derivatives(arrays: Sequence[Value]) -> tuple[Value, ...]:
+def check_not_differentiated(arrays: Sequence[Value]) -> tuple[Value, ...]:
     """Returns arrays that refuse derivatives and `vmap`."""
     leaves, structure = jax.tree.flatten(tuple(arrays))
     # Codes and counts have no derivatives.
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     numbers = itertools.compress(leaves, inexact)
-    same = iter(_refuse_derivatives(*numbers))
+    same = iter(_check_not_differentiated(*numbers))
     pairs = zip(leaves, inexact, strict=True)
     leaves = [next(same) if is_inexact else x for x, is_inexact in pairs]
     return jax.tree.unflatten(structure, leaves)
 
 
 @jax.custom_batching.custom_vmap
-def _refuse_batches(*numbers: Array) -> tuple[Array, ...]:
+def _check_not_batched(*numbers: Array) -> tuple[Array, ...]:
     return numbers
 
 
-@_refuse_batches.def_vmap
+@_check_not_batched.def_vmap
 def _(*_: object) -> NoReturn:
     raise ValueError(
         "update has moments in host memory, and is called within jax.vmap, which would"
@@ -123,11 +123,11 @@ def _(*_: object) -> NoReturn:
 
 
 @jax.custom_jvp
-def _refuse_derivatives(*numbers: Array) -> tuple[Array, ...]:
-    return tuple(_refuse_batches(*numbers))
+def _check_not_differentiated(*numbers: Array) -> tuple[Array, ...]:
+    return tuple(_check_not_batched(*numbers))
 
 
-@_refuse_derivatives.defjvp
+@_check_not_differentiated.defjvp
 def _(*_: object) -> NoReturn:
     raise ValueError(
         "update has moments in host memory, through which JAX takes no derivative. To"
@@ -148,10 +148,10 @@ def note_elsewhere(error: ValueError) -> None:
         )
 
 
-def refuse_different(updates: PyTree, params: PyTree) -> None:
+def check_equal_values(updates: PyTree, params: PyTree) -> None:
     """Raises if gradients and parameters differ in structure or shape."""
-    update_paths, update_leaves = paths_of(updates)
-    parameter_paths, parameter_leaves = paths_of(params)
+    update_paths, update_leaves = leaf_paths(updates)
+    parameter_paths, parameter_leaves = leaf_paths(params)
     if jax.tree.structure(updates) != jax.tree.structure(params):
         differ = set(map(tuple, update_paths)) ^ set(map(tuple, parameter_paths))
         odd = sorted(keystr(path) for path in differ) or ["(another container type)"]
@@ -159,17 +159,17 @@ def refuse_different(updates: PyTree, params: PyTree) -> None:
             "the gradients' structure differs from the parameters' at"
             f" {', '.join(odd[:3])}: pass gradients taken of these parameters."
         )
-    for path, update, parameter in zip(
+    for path, update, param in zip(
         update_paths, update_leaves, parameter_leaves, strict=True
     ):
-        if np.shape(update) != np.shape(parameter):
+        if np.shape(update) != np.shape(param):
             raise ValueError(
                 f"gradient {keystr(path)} has shape {np.shape(update)}, its parameter"
-                f" {np.shape(parameter)}: pass gradients taken of these parameters."
+                f" {np.shape(param)}: pass gradients taken of these parameters."
             )
 
 
-def refuse_state_structure(
+def check_state_structure(
     inner: optax.GradientTransformation,
     updates: PyTree,
     state: PyTree,
@@ -180,8 +180,8 @@ def refuse_state_structure(
         shapes = jax.eval_shape(inner.init, jax.tree.map(shape_dtype, updates))
     except Exception:
         return  # the gradients are no parameters: the first error has more information
-    expected = dict(zip(*paths_of(shapes), strict=True))
-    leaves = dict(zip(*paths_of(state), strict=True))
+    expected = dict(zip(*leaf_paths(shapes), strict=True))
+    leaves = dict(zip(*leaf_paths(state), strict=True))
     differ = lambda paths: [
         keystr(path)
         for path in (*paths, *expected)
@@ -207,7 +207,7 @@ def refuse_state_structure(
             ) from error
 
 
-def refuse_shared_counts(
+def check_own_counts(
     analysis: Analysis, counts: Set[int], state: PyTree, gradients: int
 ) -> None:
     """Raises if a value shared by all parameters depends on their step counts."""
@@ -217,10 +217,10 @@ def refuse_shared_counts(
         for leaf in analysis.leaf_updates:
             shared += counts & {*leaf.outputs}
     for leaf in analysis.leaf_updates:
-        if leaf.owner is None and reached.intersection(leaf.inputs):
+        if leaf.param_index is None and reached.intersection(leaf.inputs):
             shared += leaf.outputs
     if shared:
-        path = paths_of(state)[0][max(0, shared[0] - gradients)]
+        path = leaf_paths(state)[0][max(0, shared[0] - gradients)]
         raise ValueError(
             f"per_parameter_steps=True, but state{keystr(path)} is one value for all"
             " parameters and is computed from their step counts: put what keeps it"
@@ -228,7 +228,7 @@ def refuse_shared_counts(
         )
 
 
-def refuse_joined(leaf: LeafUpdate) -> None:
+def check_not_merged(leaf: LeafUpdate) -> None:
     """Raises if concatenated parameters have several gates."""
     if leaf.between:
         raise ValueError(
@@ -237,21 +237,21 @@ def refuse_joined(leaf: LeafUpdate) -> None:
         )
 
 
-def refuse_changes(
+def check_unchanged(
     shapes: tuple[PyTree, PyTree], updates: PyTree, state: PyTree
 ) -> None:
     """Raises if an update changes structures, shapes or dtypes."""
     new_updates, new_state = shapes
     every = ("update", updates, new_updates), ("state", state, new_state)
     for what, old, new in every:
-        pairs = zip(*paths_of(old), jax.tree.leaves(new), strict=True)
+        pairs = zip(*leaf_paths(old), jax.tree.leaves(new), strict=True)
         for path, before, after in pairs:
             same_dtype = what == "update" or before.dtype == after.dtype
             if np.shape(before) == after.shape and same_dtype:
                 continue
-            way_out = ""
+            hint = ""
             if what == "state" and after.dtype.itemsize > before.dtype.itemsize:
-                way_out = (
+                hint = (
                     f" To keep such moments in {after.dtype}, build tx with"
                     f' master_dtype="{after.dtype}"; or with mu_dtype="{after.dtype}",'
                     " where the optimizer takes it."
@@ -260,5 +260,5 @@ def refuse_changes(
                 f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
                 f" {dtype_and_shape(after)}, and could not stay in its own buffer: pass"
                 " gradients of the shapes and dtypes that the state was made for, and"
-                f" the codec and mu_dtype that it was made with.{way_out}"
+                f" the codec and mu_dtype that it was made with.{hint}"
             )

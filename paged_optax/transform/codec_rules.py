@@ -11,7 +11,7 @@ from paged_optax.backend.text import matching_names, path_name
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, named
 from paged_optax.transform.context import current
-from paged_optax.transform.trees import paths_of
+from paged_optax.transform.trees import leaf_paths
 
 #: A value of `paged(codec=...)` for one moment.
 CodecLike = str | Codec | None
@@ -90,12 +90,12 @@ class CodedMoment(NamedTuple):
         assert codec is not None
         # A rule may name a moment that is not Optax's as unsigned.
         if signed and not codec.signed and (name in _SIGNED or not self.by_name):
-            way_out = "use a signed one"
+            hint = "use a signed one"
             if name not in _SIGNED:
-                way_out += f", or, if it has none, name it: codec={{{name!r}: ...}}"
+                hint += f", or, if it has none, name it: codec={{{name!r}: ...}}"
             raise ValueError(
                 f"codec {codec!r} cannot store moment {name!r}, which may have"
-                f" negative values: {way_out}."
+                f" negative values: {hint}."
             )
         if dtype != jnp.float32:
             raise ValueError(
@@ -112,7 +112,7 @@ def coded_moments(
     rules: Mapping[str, Rule],
     state: PyTree[ArrayOrShape],
     params: PyTree[ArrayOrShape],
-    owners: Sequence[int | None],
+    param_indices: Sequence[int | None],
 ) -> list[CodedMoment | None]:
     """Returns the moments of a state that rules name a codec for.
 
@@ -122,7 +122,7 @@ def coded_moments(
         pattern.
       state: The transformation's own state.
       params: The parameters.
-      owners: For each leaf of the state the parameter that it belongs to, or None.
+      param_indices: For each leaf of the state its parameter, or None.
 
     Returns:
       For each leaf the moment, or None.
@@ -130,23 +130,23 @@ def coded_moments(
     Raises:
       ValueError: If a rule names nothing.
     """
-    parameter_paths, _ = paths_of(params)
+    parameter_paths, _ = leaf_paths(params)
     parameters = [path_name(path) for path in parameter_paths]
-    state_paths, avals = paths_of(state)
-    name_of = lambda path, owner: path_name(
-        path[: len(path) - len(parameter_paths[owner])][-1:]
+    state_paths, avals = leaf_paths(state)
+    name_of = lambda path, param_index: path_name(
+        path[: len(path) - len(parameter_paths[param_index])][-1:]
     )
-    pairs = zip(state_paths, owners, strict=True)
+    pairs = zip(state_paths, param_indices, strict=True)
     names = [None if i is None else name_of(path, i) for path, i in pairs]
     named_by = _parameters_named(rules, names, parameters)
     moments: list[CodedMoment | None] = [None] * len(names)
-    for position, (name, owner) in enumerate(zip(names, owners, strict=True)):
-        if owner is None or name is None:
+    for index, (name, param_index) in enumerate(zip(names, param_indices, strict=True)):
+        if param_index is None or name is None:
             continue
-        rule, by_name = _last_match(rules, named_by, name, parameters[owner])
+        rule, by_name = _last_match(rules, named_by, name, parameters[param_index])
         if rule not in (None, "float32"):
-            each = rule, by_name, name, parameters[owner], avals[position]
-            moments[position] = CodedMoment(*each)
+            item = rule, by_name, name, parameters[param_index], avals[index]
+            moments[index] = CodedMoment(*item)
     return moments
 
 
@@ -162,8 +162,8 @@ def choose(
       ValueError: If a codec does not fit its moment.
     """
     return [
-        None if x is None or (x.small and position not in parts) else x.codec
-        for position, x in enumerate(moments)
+        None if x is None or (x.small and index not in parts) else x.codec
+        for index, x in enumerate(moments)
     ]
 
 

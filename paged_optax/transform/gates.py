@@ -61,7 +61,7 @@ def any_gate(gates: Sequence[Gate]) -> Gate:
     return functools.reduce(jnp.logical_or, traced.values())
 
 
-def gates_of(active: PyTree, updates: PyTree) -> list[Gate] | None:
+def all_gates(active: PyTree, updates: PyTree) -> list[Gate] | None:
     """Returns the gate of each gradient.
 
     Args:

@@ -21,7 +21,7 @@ from paged_optax.codecs import Codec, draw
 from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
-from paged_optax.transform.checks import refuse_joined
+from paged_optax.transform.checks import check_not_merged
 from paged_optax.transform.context import current
 from paged_optax.transform.gates import Gate, choose_by
 from paged_optax.transform.paged_transformation import PagedTransformation
@@ -33,9 +33,11 @@ def divided_as(
     leaf: LeafUpdate, like: Sequence[ArrayOrShape], shards: Sequence[Shards | None]
 ) -> Shards | None:
     """Returns the shards of an element-wise leaf's parameter, or None."""
-    if leaf.owner is None or not leaf.program.elementwise:
+    if leaf.param_index is None or not leaf.program.elementwise:
         return None
-    return shards[leaf.owner] if leaf.shape == like[leaf.owner].shape else None
+    return (
+        shards[leaf.param_index] if leaf.shape == like[leaf.param_index].shape else None
+    )
 
 
 def loop_key(
@@ -60,9 +62,9 @@ def loop_key(
     # A loop has one set of random words, and one of each scalar: leaves with stochastic
     # rounding, or with step counts of their own, have a loop each.
     drawn = any(x.codec is not None and x.codec.draws for x in moments)
-    owner = leaf.owner if drawn or singly else None
-    same = [analysis.same.get(number, number) for number in shared]
-    return leaf.program, leaf.shape, tuple(moments), divided, owner, *same
+    param_index = leaf.param_index if drawn or singly else None
+    same = [analysis.same.get(index, index) for index in shared]
+    return leaf.program, leaf.shape, tuple(moments), divided, param_index, *same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ class LeafStreams:
     def codecs(self) -> dict[int, Codec]:
         """The codecs of arguments, by the arguments' numbers."""
         leaves = enumerate(self.layout.leaves, len(self.gates))
-        return {number: leaf.codec for number, leaf in leaves if leaf.codec}
+        return {index: leaf.codec for index, leaf in leaves if leaf.codec}
 
     def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[_Group]]:
         """Skips or computes leaves on the device, and groups the others."""
@@ -132,14 +134,14 @@ class LeafStreams:
         singly = bool(self.counts) or current().fetched
         results: _ByLeaf = {}
         groups: dict[Hashable, _Group] = {}
-        for number, leaf in enumerate(self.analysis.leaf_updates):
-            inputs, gate = evaluation.inputs(leaf), self.moves[leaf.owner]
-            if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
-                refuse_joined(leaf)
+        for index, leaf in enumerate(self.analysis.leaf_updates):
+            inputs, gate = evaluation.inputs(leaf), self.moves[leaf.param_index]
+            if leaf.param_index is None and len({id(gate) for gate in self.gates}) > 1:
+                check_not_merged(leaf)
             olds = [None if p is None else self.arguments[p] for p in leaf.places]
             if gate is False:
                 # A gate that is closed when traced costs nothing: it has no loop.
-                results[number] = [
+                results[index] = [
                     jnp.zeros(new.shape, new.dtype) if p is None or p < first else x
                     for p, x, new in zip(leaf.places, olds, leaf.avals, strict=True)
                 ]
@@ -147,7 +149,7 @@ class LeafStreams:
             streamed = self._streamed(leaf, inputs, olds)
             if not streamed.moments:
                 pairs = zip(leaf.places, olds, leaf.program(inputs), strict=True)
-                results[number] = [
+                results[index] = [
                     new
                     if p is None or p < first or p in self.counts or new is old
                     else self._gated(p, new)
@@ -174,7 +176,7 @@ class LeafStreams:
                 *program.codecs,
             )
             _, members = groups.setdefault(key, (leaf, {}))
-            members[number] = streamed
+            members[index] = streamed
         return results, list(groups.values())
 
     def _streamed(
@@ -182,10 +184,10 @@ class LeafStreams:
     ) -> StreamedLeaf:
         first, layout = len(self.gates), self.layout
         arrays, overwrites = list(inputs), list[int]()
-        codecs = [self.codecs.get(number) for number in leaf.inputs]
+        codecs = [self.codecs.get(index) for index in leaf.inputs]
         shapes = [
-            layout.leaves[number - first].aval.shape if codec else jnp.shape(x)
-            for number, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
+            layout.leaves[index - first].aval.shape if codec else jnp.shape(x)
+            for index, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
         ]
         for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True):
             # Updates overwrite the gradient's buffer, and moments their own, so that
@@ -214,7 +216,7 @@ class LeafStreams:
         program = LeafProgram(leaf.program, *storage)
         return StreamedLeaf(arrays, program, moments, shards)
 
-    def random_words(
+    def random_bits(
         self, leaf: LeafUpdate
     ) -> tuple[UInt32[Array, "2"] | None, ...] | None:
         """Draws the random words of stochastic rounding, new ones at each step."""
@@ -224,37 +226,37 @@ class LeafStreams:
         # The state's first leaf is the count of `precision.counted`.
         step, layer = self.arguments[len(self.gates)], current().layer
 
-        def words(position: int, codec: Codec) -> UInt32[Array, "2"]:
+        def words(index: int, codec: Codec) -> UInt32[Array, "2"]:
             key = jax.random.key(getattr(codec, "seed", 0))
             if layer is not None:
                 key = jax.random.fold_in(key, layer)
-            for axis in sorted(varying_axes(self.arguments[position])):
+            for axis in sorted(varying_axes(self.arguments[index])):
                 key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-            return draw(jax.random.fold_in(key, position), step).words
+            return draw(jax.random.fold_in(key, index), step).words
 
         drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}
         return (*map(drawn.get, leaf.outputs), *[None] * len(leaf.between))
 
-    def result(self, position: int, new: Value) -> PyTree:
+    def result(self, index: int, new: Value) -> PyTree:
         """Returns an update, or a leaf of the new state, by its gate."""
-        if position < len(self.gates):
-            return choose_by(self.gates[position], new, None)
-        if position in self.counts:
+        if index < len(self.gates):
+            return choose_by(self.gates[index], new, None)
+        if index in self.counts:
             # One value: shared by all, or of a single parameter's leaf.
             values = new if isinstance(new, list) else [new] * len(self.gates)
-            moves = [self.moves[owner] for owner in range(len(self.gates))]
-            return list(map(choose_by, moves, values, self.counts[position]))
+            moves = [self.moves[param_index] for param_index in range(len(self.gates))]
+            return list(map(choose_by, moves, values, self.counts[index]))
         # Results of a leaf's program are chosen already.
-        chosen = any(position in x.outputs for x in self.analysis.leaf_updates)
-        if chosen or new is self.arguments[position]:
+        subset = any(index in x.outputs for x in self.analysis.leaf_updates)
+        if subset or new is self.arguments[index]:
             return new
-        return self._gated(position, new)
+        return self._gated(index, new)
 
-    def _gated(self, position: int, new: ArrayLike) -> ArrayLike:
+    def _gated(self, index: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, in the old value's place."""
-        old = self.arguments[position]
-        gate = self.moves[self.analysis.owners[position]]
-        shards = self.layout.leaves[position - len(self.gates)].shards
+        old = self.arguments[index]
+        gate = self.moves[self.analysis.param_indices[index]]
+        shards = self.layout.leaves[index - len(self.gates)].shards
         # XLA would replicate what it can compute anywhere, such as a constant.
         new = constrained(jnp.asarray(choose_by(gate, new, old)), shards)
         return jax.device_put(new, HOST) if on_host(old) and not on_host(new) else new

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import refuse_effects, trace
+from paged_optax.analysis.flat import check_effects, trace
 from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend.flax_variables import (
@@ -49,7 +49,7 @@ from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
-from paged_optax.transform.checks import refuse_dtype, refuse_inside_paged
+from paged_optax.transform.checks import check_dtype, check_not_nested
 from paged_optax.transform.context import current, within
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import MomentShards
@@ -60,13 +60,13 @@ from paged_optax.transform.trees import (
     StoredOrShape,
     Value,
     as_arrays,
-    paths_of,
+    leaf_paths,
 )
 
 
 def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     """Makes the state of `inner`, its larger arrays in host memory."""
-    refuse_inside_paged()
+    check_not_nested()
     if current().plain:
         return paged.inner.init(params)
     metadata = optimizer_shardings(params)
@@ -99,28 +99,30 @@ def _new_state(
 ) -> optax.OptState:
     check_arrays("params", params, numbers=True)
     params = as_arrays(params)
-    paths, leaves = paths_of(params)
+    paths, leaves = leaf_paths(params)
     for path, leaf in zip(paths, leaves, strict=True):
-        refuse_dtype(path, leaf)
+        check_dtype(path, leaf)
     seen = paged.known.see(paths, leaves, metadata)
     # Over automatic axes the types of a traced step's arrays have no sharding: `update`
     # needs the ones that `init` sees.
     places = list(map(_place_of_moments, leaves, seen, metadata))
-    state = NewState.of(paged, params, places)
+    state = NewState.create(paged, params, places)
     layout = state.layout
     if visit is not None:
         visit(state)
     if not is_traced(leaves):
         if spans_processes(leaves):
             # Before JAX itself waits for the others, where scalars are placed.
-            said = said_of(paged, params, layout.shapes, layout, state.analysis)
-            compare("init of a paged transformation", said, once=False)
+            settings = said_of(paged, params, layout.shapes, layout, state.analysis)
+            compare("init of a paged transformation", settings, once=False)
         with without_explicit_axes():
             arrays = tied(state.arrays(leaves), leaves)
     else:
         parameters = state.divided_parameters(leaves)
         types = [
-            leaf.types(None if leaf.owner is None else parameters[leaf.owner])
+            leaf.types(
+                None if leaf.param_index is None else parameters[leaf.param_index]
+            )
             for leaf in layout.leaves
         ]
         arrays = with_automatic_axes(state.arrays, (leaves,), types)
@@ -136,10 +138,10 @@ def _place_of_moments(
     if seen is None or seen.shards is None or not seen.apart:
         return None
     spec = seen.shards.spec if metadata is None else metadata.spec
-    typed = jax.typeof(x).sharding
+    explicit = jax.typeof(x).sharding
     # On explicit axes a traced parameter's type has the mesh.
-    on_axes = is_traced(x) and is_explicit(typed)
-    mesh = typed.mesh if on_axes else seen.shards.mesh
+    on_axes = is_traced(x) and is_explicit(explicit)
+    mesh = explicit.mesh if on_axes else seen.shards.mesh
     return NamedSharding(mesh, spec)
 
 
@@ -170,30 +172,32 @@ class NewState:
     constants: Mapping[int, ArrayLike]
 
     @classmethod
-    def of(
+    def create(
         cls,
         paged: PagedTransformation,
         params: optax.Params,
         places: Sequence[NamedSharding | None],
     ) -> "NewState":
         """Traces `inner.init`, and chooses the leaves that stay on the device."""
-        paths, leaves = paths_of(params)
+        paths, leaves = leaf_paths(params)
         shards = [
-            Shards.of(place, x.shape) or paged.known.find(path, x)
+            Shards.create(place, x.shape) or paged.known.find(path, x)
             for place, path, x in zip(places, paths, leaves, strict=True)
         ]
         closed, shapes = trace(paged.inner.init, params)
-        refuse_effects(closed)
+        check_effects(closed)
         layout = paged.layout(params, shapes, shards)
         stack_of = dict(current().stacks)
         # Moments of a parameter stay or go as one, and so do moments of a stack.
-        owner_of = lambda n: (
+        find_owner = lambda n: (
             ("stack", stack_of[paths[n]]) if paths[n] in stack_of else n
         )
-        owners = [None if n is None else owner_of(n) for n in layout.owners]
+        param_indices = [
+            None if n is None else find_owner(n) for n in layout.param_indices
+        ]
         stays = resident(
             layout.sizes,
-            owners,
+            param_indices,
             paged.budget(parameters=nbytes(leaves)),
             layout.small(paged.min_paged_size),
         )
@@ -222,20 +226,20 @@ class NewState:
 
         `plan` lists them itself.
         """
-        paths, _ = paths_of(self.layout.shapes)
+        paths, _ = leaf_paths(self.layout.shapes)
         if self.refused:
-            (first, reason), *others = self.refused.items()
-            more = f" and {len(others)} other moments" if others else ""
+            (first, reason), *remaining = self.refused.items()
+            more = f" and {len(remaining)} other moments" if remaining else ""
             warn_user(
                 f"state{keystr(paths[first])}{more} cannot be paged, and are in device"
                 f" memory: {reason}."
             )
         ranks = [len(x.shape) for x in jax.tree.leaves(self.params)]
         for path, leaf in zip(paths, self.layout.leaves, strict=True):
-            if leaf.owner is None or leaf.aval.size < 2:
+            if leaf.param_index is None or leaf.aval.size < 2:
                 continue
-            place, shape = self.places[leaf.owner], leaf.aval.shape
-            if place is not None and len(shape) < ranks[leaf.owner]:
+            place, shape = self.places[leaf.param_index], leaf.aval.shape
+            if place is not None and len(shape) < ranks[leaf.param_index]:
                 warn_user(
                     f"state{keystr(path)} of shape {shape} has other axes than its"
                     f" parameter, whose optimizer_sharding divides by {place.spec}: it"
@@ -275,8 +279,8 @@ class NewState:
 
     def _leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
         """Runs the program of one leaf, page by page if it is on the host or coded."""
-        (position,) = leaf.outputs
-        stored, stays = self.layout.leaves[position], self.stays[position]
+        (index,) = leaf.outputs
+        stored, stays = self.layout.leaves[index], self.stays[index]
         codec, dtype = stored.codec, stored.aval.dtype
         if stays and codec is None and stored.shards is None:
             return leaf.program(inputs)
@@ -286,7 +290,7 @@ class NewState:
             return [zeros if stays else jax.device_put(zeros, HOST)]
         # Page by page: 8 bytes a parameter must never exist on the device, not even for
         # a moment.
-        place = None if stored.owner is None else self.places[stored.owner]
+        place = None if stored.param_index is None else self.places[stored.param_index]
         if place is not None and not is_traced(inputs):
             divide = lambda x: jax.device_put(x, place)
             inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
@@ -308,14 +312,14 @@ class NewState:
         return [new]
 
     def _placed(
-        self, position: int, value: Value, parameters: Sequence[Parameter]
+        self, index: int, value: Value, parameters: Sequence[Parameter]
     ) -> StoredOrShape:
         """Places a leaf as its parameter, in its own memory.
 
         Leaves of no parameter are replicated over the parameters' mesh.
         """
-        leaf, host = self.layout.leaves[position], not self.stays[position]
-        like = None if leaf.owner is None else parameters[leaf.owner]
+        leaf, host = self.layout.leaves[index], not self.stays[index]
+        like = None if leaf.param_index is None else parameters[leaf.param_index]
         meshes = [x.mesh for x in self.layout.parameter_shards if x]
         if leaf.codec is None:
             value = jnp.asarray(value, leaf.aval.dtype)

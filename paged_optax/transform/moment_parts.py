@@ -42,8 +42,10 @@ def arranged_like(
     part: StoredOrShape, codec: Codec, shape: tuple[int, ...]
 ) -> Codec | None:
     """Returns a codec as it stores an encoded part; None: in no known arrangement."""
-    each = (arranged(codec, shape, whole) for whole in _wholes(shape))
-    return next((x for x in each if kinds_of(x.stored(shape)) == kinds_of(part)), None)
+    item = (arranged(codec, shape, full) for full in _wholes(shape))
+    return next(
+        (x for x in item if layout_kinds(x.stored(shape)) == layout_kinds(part)), None
+    )
 
 
 def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -55,21 +57,21 @@ def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     manual = [size for size, kind in sizes if kind is AxisType.Manual]
     for places in itertools.product(range(len(shape) + 1), repeat=len(manual)):
-        whole = [1, *shape]
+        full = [1, *shape]
         for place, size in zip(places, manual, strict=True):
-            whole[place] *= size  # at 0: divided along no axis of the moment
-        yield tuple(whole[1:])
+            full[place] *= size  # at 0: divided along no axis of the moment
+        yield tuple(full[1:])
 
 
-def kinds_of(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
+def layout_kinds(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
     """Returns the shapes and dtypes of codes and scales; a row of scales is a vector.
 
     If shards are no ranges of the flattened moment, its scales have a row for each.
     """
     flat = lambda shape: shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
     return [
-        (flat(x.shape) if number else x.shape, x.dtype)
-        for number, x in enumerate(jax.tree.leaves(stored))
+        (flat(x.shape) if index else x.shape, x.dtype)
+        for index, x in enumerate(jax.tree.leaves(stored))
     ]
 
 
@@ -84,7 +86,7 @@ def as_results(
     analysis: Analysis,
     buffers: Sequence[StoredOrShape],
     gates: Sequence[Gate],
-    restart: Gate,
+    reset: Gate,
 ) -> list[StoredOrShape] | None:
     """Casts gradients and moments to vary along the axes of their results.
 
@@ -95,13 +97,15 @@ def as_results(
       The gradients and the leaves; None if they vary already.
     """
     axes = {
-        position: varying_axes(
+        index: varying_axes(
             aval,
-            gates if leaf.owner is None else gates[leaf.owner : leaf.owner + 1],
-            restart,
+            gates
+            if leaf.param_index is None
+            else gates[leaf.param_index : leaf.param_index + 1],
+            reset,
         )
         for leaf in analysis.leaf_updates
-        for position, aval in zip(leaf.outputs, leaf.avals, strict=False)
+        for index, aval in zip(leaf.outputs, leaf.avals, strict=False)
     }
     buffers = list(buffers)
     # A page loop's carry keeps its type, so that buffers must vary before it begins.

@@ -202,12 +202,12 @@ def paged(
 
 # Half a unit of an 8-bit remainder is 2^-17 of the parameter: 1e-6 for a parameter of
 # 0.13. Steps of Adam are about as large as the rate.
-_LEAST_RATE = 1e-6
+_MIN_RATE = 1e-6
 
 _PAGING = tuple(
-    parameter
-    for parameter in inspect.signature(paged).parameters.values()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    param
+    for param in inspect.signature(paged).parameters.values()
+    if param.kind is inspect.Parameter.KEYWORD_ONLY
 )
 
 
@@ -220,24 +220,24 @@ def _alias(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     optimizer = getattr(optax if module == "optax" else optax.contrib, plain)
     original = inspect.signature(optimizer)
     paging = [
-        parameter.replace(default=codec) if parameter.name == "codec" else parameter
-        for parameter in _PAGING
+        param.replace(default=codec) if param.name == "codec" else param
+        for param in _PAGING
     ]
-    names = {parameter.name for parameter in paging}
+    names = {param.name for param in paging}
 
     def build(*args: object, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        chosen = {key: kwargs.pop(key) for key in names & kwargs.keys()}
-        chosen.setdefault("codec", codec)
+        subset = {key: kwargs.pop(key) for key in names & kwargs.keys()}
+        subset.setdefault("codec", codec)
         inner = optimizer(*args, **kwargs)
-        if chosen.get("master_remainders") == "int8":
+        if subset.get("master_remainders") == "int8":
             rate = original.bind(*args, **kwargs).arguments.get("learning_rate")
-            if isinstance(rate, float) and 0 < rate < _LEAST_RATE:
+            if isinstance(rate, float) and 0 < rate < _MIN_RATE:
                 warn_user(
                     f"learning_rate={rate} with master_remainders='int8': most steps"
                     " are less than half a unit of these masters, and are lost. Use"
-                    f" rates of {_LEAST_RATE:g} or more, or master_remainders=True."
+                    f" rates of {_MIN_RATE:g} or more, or master_remainders=True."
                 )
-        return paged(inner, **chosen)
+        return paged(inner, **subset)
 
     stored, promise = "", "the same numbers, a few pages of moments on the device"
     if codec is not None:

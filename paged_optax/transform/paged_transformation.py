@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import refuse_effects, trace
+from paged_optax.analysis.flat import check_effects, trace
 from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend import memory
@@ -29,7 +29,7 @@ from paged_optax.codecs import Codec
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import Geometry, cut, uncut
-from paged_optax.transform.checks import refuse_changes, refuse_state_structure
+from paged_optax.transform.checks import check_state_structure, check_unchanged
 from paged_optax.transform.codec_rules import Rule, choose, coded_moments
 from paged_optax.transform.context import current
 from paged_optax.transform.moment_parts import held_parts
@@ -39,8 +39,8 @@ from paged_optax.transform.trees import (
     Static,
     StoredOrShape,
     Traceable,
+    leaf_paths,
     parameter_of,
-    paths_of,
 )
 
 _PAIRS = (
@@ -115,28 +115,28 @@ class PagedTransformation:
         Raises:
           ValueError: If it is no state that `init` makes for these parameters.
         """
-        paths, gradients = paths_of(updates)
-        state_paths, leaves = paths_of(state)
-        owners = parameter_of(state_paths, paths)
+        paths, grads = leaf_paths(updates)
+        state_paths, leaves = leaf_paths(state)
+        param_indices = parameter_of(state_paths, paths)
         moment_of = {
             i: x
-            for i, x in zip(owners, leaves, strict=True)
-            if i is not None and x.shape == gradients[i].shape
+            for i, x in zip(param_indices, leaves, strict=True)
+            if i is not None and x.shape == grads[i].shape
         }
         # Coded moments are divided as the parameter is, or as the gradient.
         like = updates if params is None else params
-        pairs = zip(paths, jax.tree.leaves(like), gradients, strict=True)
+        pairs = zip(paths, jax.tree.leaves(like), grads, strict=True)
         shards = [
             self.known.find(path, moment_of.get(i, x), x, gradient)
             for i, (path, x, gradient) in enumerate(pairs)
         ]
-        layout = self.layout(like, state, shards, owners)
+        layout = self.layout(like, state, shards, param_indices)
         try:
             return layout, layout.take_apart(state)
         except OtherLayoutError:
             raise
         except ValueError as error:
-            refuse_state_structure(self.inner, like, state, error)
+            check_state_structure(self.inner, like, state, error)
             raise
 
     def layout(
@@ -144,12 +144,12 @@ class PagedTransformation:
         params: PyTree,
         state: PyTree,
         shards: Sequence[Shards | None],
-        owners: Sequence[int | None] | None = None,
+        param_indices: Sequence[int | None] | None = None,
     ) -> StateLayout:
         """Returns the layout of a state of `inner`, or of a state that `init` made.
 
-        `shards` has the shards of each parameter's moments, and `owners` the parameter
-        of each of the state's arrays; None to compute them.
+        `shards` has the shards of each parameter's moments, and `param_indices` the
+        parameter of each of the state's arrays; None to compute them.
         """
         shapes = state
         if self.rules or self.per_parameter_steps:
@@ -157,22 +157,24 @@ class PagedTransformation:
             # state of `inner`. A new function each time: JAX caches traces as long as
             # the function lives.
             init = lambda params: self.inner.init(params)
-            shapes, owners = (
+            shapes, param_indices = (
                 jax.eval_shape(init, jax.tree.map(shape_dtype, params)),
                 None,
             )
-        if owners is None:
-            owners = parameter_of(paths_of(shapes)[0], paths_of(params)[0])
-        codecs: list[Codec | None] = [None] * len(owners)
+        if param_indices is None:
+            param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
+        codecs: list[Codec | None] = [None] * len(param_indices)
         parts = {}
         if self.rules:
             parts = held_parts(shapes, state)
-            codecs = choose(coded_moments(self.rules, shapes, params, owners), parts)
-        return StateLayout.of(
+            codecs = choose(
+                coded_moments(self.rules, shapes, params, param_indices), parts
+            )
+        return StateLayout.create(
             shapes,
             codecs,
             params,
-            owners,
+            param_indices,
             shards,
             parts,
             per_parameter_steps=self.per_parameter_steps,
@@ -198,9 +200,9 @@ class PagedTransformation:
         gpu = dataclasses.replace(pages.gpu, isolated=False)
         return dataclasses.replace(pages, gpu=gpu)
 
-    def refused(self, layout: StateLayout, position: int) -> str:
+    def refused(self, layout: StateLayout, index: int) -> str:
         """Returns why a moment cannot be sliced in host memory, or ""."""
-        leaf, platform = layout.leaves[position], memory.platform()
+        leaf, platform = layout.leaves[index], memory.platform()
         moment = MomentFormat(leaf.aval.dtype.itemsize, leaf.codec)
         if platform == "tpu" and moment.codec is None and moment.itemsize > 4:
             return _PAIRS
@@ -212,7 +214,7 @@ class PagedTransformation:
         self,
         updates: PyTree,
         state: PyTree,
-        owners: Sequence[int | None],
+        param_indices: Sequence[int | None],
         params: PyTree,
         arrays: Sequence[Traceable],
         static: Static,
@@ -222,7 +224,7 @@ class PagedTransformation:
         Args:
           updates: The gradients.
           state: The state of `inner`.
-          owners: For each of its leaves the parameter that it belongs to, or None.
+          param_indices: For each of its leaves its parameter, or None.
           params: The parameters, or None.
           arrays: The arrays among the extra arguments.
           static: The rest of the extra arguments, and whether the state restarts.
@@ -234,34 +236,34 @@ class PagedTransformation:
             params: PyTree,
             arrays: Sequence[Traceable],
         ) -> tuple[PyTree, PyTree]:
-            others = static.merge(arrays)
+            remaining = static.merge(arrays)
             # A restart is traced too, so that each page is reset as it is updated.
-            new = self.inner.update(updates, state, params, **others["extra_args"])
-            if (restart := others.get("restart", False)) is False:
+            new = self.inner.update(updates, state, params, **remaining["extra_args"])
+            if (reset := remaining.get("restart", False)) is False:
                 return new
             first = self.inner.init(updates if params is None else params)
-            restarted = lambda first, new: jnp.where(restart, first, new)
+            restarted = lambda first, new: jnp.where(reset, first, new)
             return new[0], jax.tree.map(
                 lambda first, new: restarted(first, new).astype(jnp.asarray(new).dtype),
                 first,
                 new[1],
             )
 
-        paths, gradients = paths_of(updates)
+        paths, grads = leaf_paths(updates)
         try:
             closed, shapes = trace(function, updates, state, params, arrays)
         except (AttributeError, TypeError, ValueError) as error:
-            refuse_state_structure(self.inner, updates, state, error)
+            check_state_structure(self.inner, updates, state, error)
             raise
-        refuse_effects(closed)
-        refuse_changes(shapes, updates, state)
-        first, parameters = [*range(len(gradients))], jax.tree.leaves(params)
+        check_effects(closed)
+        check_unchanged(shapes, updates, state)
+        first, parameters = [*range(len(grads))], jax.tree.leaves(params)
         # The computation shows the owner of a moment: its gradient enters it.
-        unknown = [None] * len(owners), [None] * len(arrays)
+        unknown = [None] * len(param_indices), [None] * len(arrays)
         return analyse(
             closed,
             [*first, *unknown[0], *range(len(parameters)), *unknown[1]],
-            [*first, *owners],
+            [*first, *param_indices],
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )
@@ -274,16 +276,16 @@ class PagedTransformation:
             return ""  # this backend has no pinned host memory
         small = layout.small(self.min_paged_size)
         moved = {
-            position: size
-            for position, (x, size) in enumerate(zip(leaves, layout.sizes, strict=True))
+            index: size
+            for index, (x, size) in enumerate(zip(leaves, layout.sizes, strict=True))
             if size is not None
-            and not small[position]
+            and not small[index]
             and not on_host(x)
-            and not self.refused(layout, position)
+            and not self.refused(layout, index)
         }
         if sum(moved.values()) <= self.device_budget:
             return ""
-        paths, _ = paths_of(layout.shapes)
+        paths, _ = leaf_paths(layout.shapes)
         return (
             f"{len(moved)} moments of {readable_bytes(sum(moved.values()))} are in"
             f" device memory, state{keystr(paths[min(moved)])} first, and"
@@ -295,7 +297,7 @@ class PagedTransformation:
 
     def warn_of_mistyped(self, state: PyTree) -> None:
         """Warns of host arrays with the type of device memory, or raises."""
-        for path, x in zip(*paths_of(state), strict=True):
+        for path, x in zip(*leaf_paths(state), strict=True):
             if is_mistyped(x):
                 self.tell(
                     f"state{keystr(path)} is in host memory, and has the type of"

@@ -61,7 +61,7 @@ class MomentShards:
         return axes_of(self.shards and self.shards.mesh)
 
 
-def refuse_uneven(params: PyTree) -> None:
+def check_even(params: PyTree) -> None:
     """Raises if parameters have shardings that no array could have.
 
     Raises:
@@ -128,11 +128,11 @@ class ParameterShardings:
         key, visitor = (keystr(path), x.shape), current().visitor
         if metadata is not None and metadata.mesh.size > 1:
             fits = len(metadata.spec) <= len(x.shape)
-            new = MomentShards(Shards.of(metadata, x.shape) if fits else None, True)
+            new = MomentShards(Shards.create(metadata, x.shape) if fits else None, True)
             if new.shards is None:
                 raise _uneven("optimizer_sharding", metadata, path, x.shape)
         elif (
-            before := self._recall(key, _mesh_of([x]), is_traced(x))
+            before := self._recall(key, _find_mesh([x]), is_traced(x))
         ) and before.apart:
             return before  # `update` passes parameters without their variables
         else:
@@ -142,7 +142,7 @@ class ParameterShardings:
                 if visitor and visitor.mesh is not None:
                     spec = jax.typeof(x).sharding.spec
                     sharding = NamedSharding(visitor.mesh, spec)
-            new = MomentShards(Shards.of(sharding, x.shape))
+            new = MomentShards(Shards.create(sharding, x.shape))
             known = new.shards is not None or key in self._seen
             if self.argument or sharding is None or (is_traced(x) and not known):
                 return None
@@ -193,7 +193,7 @@ class ParameterShardings:
           ValueError: If the argument's sharding does not fit its parameter.
         """
         shape = arrays[0].shape
-        key, mesh = (keystr(path), shape), _mesh_of(arrays)
+        key, mesh = (keystr(path), shape), _find_mesh(arrays)
         seen = self._recall(key, mesh, resized=True)
         if moments and seen and seen.apart and seen.shards:
             return seen.shards
@@ -205,17 +205,17 @@ class ParameterShardings:
             # For axes of several types, another source may have more.
             if types == {AxisType.Explicit}:
                 mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
-                return Shards.of(NamedSharding(mesh, sharding.spec), shape)
+                return Shards.create(NamedSharding(mesh, sharding.spec), shape)
         if self.argument:
             return self._of_argument(path, shape)
         concrete = [x for x in arrays if not is_traced(x)]
         if concrete:
             return next(filter(None, map(Shards.of_array, concrete)), None)
-        arguments = [Shards.of(current().shardings.get(id(x)), shape) for x in arrays]
+        args = [Shards.create(current().shardings.get(id(x)), shape) for x in arrays]
         recalled = self._recall(key, mesh), seen
         known = [x.shards if x and x.apart <= moments else None for x in recalled]
         exact, resized = [None if x and _typed(x) else x for x in known]
-        return next(filter(None, (exact, *arguments, resized)), None)
+        return next(filter(None, (exact, *args, resized)), None)
 
     def _recall(
         self,
@@ -243,31 +243,37 @@ class ParameterShardings:
             return dataclasses.replace(seen, shards=shards)
         for seen in reversed(by_mesh.values()) if resized else ():
             if seen.shards and {*seen.shards.mesh.axis_names} == {*mesh.axis_names}:
-                shards = Shards.of(NamedSharding(mesh, seen.shards.spec), key[1])
+                shards = Shards.create(NamedSharding(mesh, seen.shards.spec), key[1])
                 return dataclasses.replace(seen, shards=shards)
         return None
 
     def _of_argument(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
-        asked = next((self.argument[end] for end in ends if end in self.argument), None)
-        if asked is None:
+        requested = next(
+            (self.argument[end] for end in ends if end in self.argument), None
+        )
+        if requested is None:
             raise ValueError(
                 f"shardings has nothing for parameter {keystr(path)}: give it the"
                 " parameters' structure, or a prefix of it; PartitionSpec() where a"
                 " parameter is replicated."
             )
-        if isinstance(asked, PartitionSpec):
+        if isinstance(requested, PartitionSpec):
             mesh = jax.sharding.get_abstract_mesh()
             if mesh.empty:
                 raise ValueError(
-                    f"shardings has {asked} for parameter {keystr(path)}, and there is"
-                    " no mesh around: pass NamedSharding(mesh, spec), or enter"
+                    f"shardings has {requested} for parameter {keystr(path)}, and there"
+                    " is no mesh around: pass NamedSharding(mesh, spec), or enter"
                     " jax.set_mesh(mesh)."
                 )
-            asked = NamedSharding(mesh, asked)
-        shards = Shards.of(asked, shape) if len(asked.spec) <= len(shape) else None
-        if shards is None and asked.mesh.size > 1:
-            raise _uneven("shardings", asked, path, shape)
+            requested = NamedSharding(mesh, requested)
+        shards = (
+            Shards.create(requested, shape)
+            if len(requested.spec) <= len(shape)
+            else None
+        )
+        if shards is None and requested.mesh.size > 1:
+            raise _uneven("shardings", requested, path, shape)
         return shards
 
     def warn_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
@@ -323,7 +329,7 @@ def _typed(shards: Shards) -> bool:
     return set(shards.mesh.axis_types) == {AxisType.Explicit}
 
 
-def _mesh_of(arrays: Sequence[ArrayOrShape]) -> Mesh | AbstractMesh | None:
+def _find_mesh(arrays: Sequence[ArrayOrShape]) -> Mesh | AbstractMesh | None:
     """Returns the mesh of the first array that has one, or None."""
     for x in arrays:
         for sharding in (getattr(x, "sharding", None), jax.typeof(x).sharding):

@@ -27,7 +27,7 @@ from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.groups import divided_as, loop_key
 from paged_optax.transform.init import NewState
 from paged_optax.transform.paged_transformation import PagedTransformation
-from paged_optax.transform.trees import arrays_and_rest, paths_of
+from paged_optax.transform.trees import arrays_and_rest, leaf_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Moment:
       beside: Bytes of its scales or codes, if they travel whole and not in pages.
       refused: Reason why a moment larger than a page cannot be paged on this backend,
         and the way out; empty if it can.
-      both_ways: True if one page of it is read while another is written.
+      bidirectional: True if one page of it is read while another is written.
       small: True if it stays on the device because it is under `min_paged_size`.
       elementwise: True if its update is element-wise.
       uncoded: True if it is too small for the codec of its rule.
@@ -67,7 +67,7 @@ class Moment:
     in_flight: int = 2
     beside: int = 0
     refused: str = ""
-    both_ways: bool = False
+    bidirectional: bool = False
     small: bool = False
     elementwise: bool = True
     uncoded: bool = False
@@ -164,11 +164,13 @@ def planned_moments(
     """
     paged, layout, stays = state.paged, state.layout, state.stays
     extras = arrays_and_rest({"extra_args": extra})
-    analysis, _ = paged.analyse(params, layout.shapes, layout.owners, params, *extras)
+    analysis, _ = paged.analyse(
+        params, layout.shapes, layout.param_indices, params, *extras
+    )
     parameters = jax.tree.leaves(params)
     first, leaves = len(parameters), layout.leaves
-    state_paths, avals = paths_of(layout.shapes)
-    shape_of = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
+    state_paths, avals = leaf_paths(layout.shapes)
+    leaf_shape = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
     groups: dict[Hashable, list[_StreamedMoments]] = {}
     for leaf in analysis.leaf_updates:
         numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
@@ -180,8 +182,8 @@ def planned_moments(
             if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
         }
         shards = divided_as(leaf, parameters, layout.parameter_shards)
-        dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
-        shared = [i for i in leaf.inputs if shape_of.get(i) != leaf.shape]
+        dtype = None if leaf.param_index is None else parameters[leaf.param_index].dtype
+        shared = [i for i in leaf.inputs if leaf_shape.get(i) != leaf.shape]
         key = loop_key(
             analysis,
             leaf,
@@ -192,17 +194,17 @@ def planned_moments(
         )
         streamed = _StreamedMoments(leaf, formats, shards, dtype)
         groups.setdefault((key, dtype), []).append(streamed)
-    geometry, number = _geometry(paged, groups.values(), memory.platform())
+    geometry, index = _geometry(paged, groups.values(), memory.platform())
     elementwise = analysis.elementwise
     moments = []
     small = layout.small(paged.min_paged_size)
-    coded = coded_moments(paged.rules, layout.shapes, params, layout.owners)
+    coded = coded_moments(paged.rules, layout.shapes, params, layout.param_indices)
     for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
         x, codec, shape = leaf.aval, leaf.codec, leaf.local
-        unstreamed = number + i, uncut(x.shape).gpu, False, 3
-        number, pages, both, flying = geometry.get(i, unstreamed)
+        unstreamed = index + i, uncut(x.shape).gpu, False, 3
+        index, pages, both, flying = geometry.get(i, unstreamed)
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
-        parts = PagedArray.of(stored, pages, codec, on_host=not stays[i]).parts
+        parts = PagedArray.create(stored, pages, codec, on_host=not stays[i]).parts
         preloaded = [part for part in parts if part.preloaded]
         reason = _WHOLE if parts[0].preloaded else pages.refused
         moments.append(
@@ -214,11 +216,11 @@ def planned_moments(
                 on_host=not stays[i],
                 pages=0 if stays[i] else max(1, pages.count),
                 page_bytes=0 if stays[i] else _page_bytes(pages, x),
-                leaf=number,
+                leaf=index,
                 in_flight=flying if codec is None else 3,
                 beside=sum(map(layout_bytes, preloaded)),
                 refused=state.refused.get(i, "" if stays[i] else reason),
-                both_ways=both and not stays[i],
+                bidirectional=both and not stays[i],
                 small=leaf.size is not None and small[i],
                 elementwise=first + i in elementwise,
                 uncoded=codec is None and (y := coded[i]) is not None and y.small,
@@ -243,14 +245,14 @@ class _StreamedMoments(NamedTuple):
         fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has
         the size of the widest, in which nothing else fits.
         """
-        hosted = {i: x.itemsize for i, x in self.formats.items() if x.on_host}
+        offloaded = {i: x.itemsize for i, x in self.formats.items() if x.on_host}
         coded = any(x.codec for x in self.formats.values())
-        if len({*hosted.values()}) < 2 or self.dtype is None or coded:
+        if len({*offloaded.values()}) < 2 or self.dtype is None or coded:
             return None
         remainders = any(x.dtype in (jnp.int16, jnp.int8) for x in self.leaf.avals)
-        if not remainders and self.dtype.itemsize <= min(hosted.values()):
+        if not remainders and self.dtype.itemsize <= min(offloaded.values()):
             return None
-        return max(hosted, key=lambda i: (hosted[i], i))
+        return max(offloaded, key=lambda i: (offloaded[i], i))
 
 
 def _geometry(
@@ -266,25 +268,25 @@ def _geometry(
       numbers.
     """
     geometry: dict[int, tuple[int, Pages, bool, int]] = {}
-    number = 0
+    index = 0
     for group in groups:
         leaf, formats, shards, _ = group[0]
         cut = paged.geometry(leaf, [*formats.values()], shards, len(group))
-        pages, hosted = cut.on(platform), sum(x.on_host for x in formats.values())
+        pages, offloaded = cut.on(platform), sum(x.on_host for x in formats.values())
         for part in sharing(pages, len(group)):
-            both = pages.both_ways(hosted * len(group[part]))
+            both = pages.bidirectional(offloaded * len(group[part]))
             # On a GPU the kernel of a single moment may keep a further page. With
             # several moments XLA:GPU never did (jax 0.10.2).
-            single = hosted == 1 and platform != "tpu"
+            single = offloaded == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
-            for each in group[part]:
-                planned = number, pages, both, flying
-                geometry.update(dict.fromkeys(each.formats, planned))
-                widest = each.converted
+            for item in group[part]:
+                planned = index, pages, both, flying
+                geometry.update(dict.fromkeys(item.formats, planned))
+                widest = item.converted
                 if pages.leaf_count == 1 < pages.count and widest is not None:
-                    geometry[widest] = number, pages, both, flying + 1
-            number += 1
-    return geometry, number
+                    geometry[widest] = index, pages, both, flying + 1
+            index += 1
+    return geometry, index
 
 
 def _page_bytes(pages: Pages, moment: ArrayOrShape) -> int:

@@ -105,30 +105,30 @@ def with_master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def current_master(parameter: Array, master: Array) -> Array:
+def current_master(param: Array, master: Array) -> Array:
     """Returns the master copy of a parameter that may have changed since.
 
     Args:
-      parameter: The parameter.
+      param: The parameter.
       master: The copy in the state, which rounds to the former parameter.
 
     Returns:
       The copy, moved by the parameter's change; the parameter itself if the moved copy
       does not round to it, as after a replacement by a much smaller number.
     """
-    if master.dtype == parameter.dtype:
-        return parameter
-    before = rounded(master, parameter.dtype)
+    if master.dtype == param.dtype:
+        return param
+    before = rounded(master, param.dtype)
     # XLA would drop the rounding in a comparison of numbers of more bits.
-    unsigned = jnp.dtype(f"uint{8 * parameter.dtype.itemsize}")
+    unsigned = jnp.dtype(f"uint{8 * param.dtype.itemsize}")
     bits, bits_before = (
-        lax.bitcast_convert_type(x.astype(parameter.dtype), unsigned)
-        for x in (parameter, before)
+        lax.bitcast_convert_type(x.astype(param.dtype), unsigned)
+        for x in (param, before)
     )
     zeros = (bits | bits_before) << unsigned.type(1) == 0  # of either sign
-    x = widened(parameter, master.dtype)
+    x = widened(param, master.dtype)
     moved = x + (master - before)
-    moved = jnp.where(rounded(moved, parameter.dtype) == x, moved, x)
+    moved = jnp.where(rounded(moved, param.dtype) == x, moved, x)
     return jnp.where((bits == bits_before) | zeros, master, moved)
 
 
@@ -153,9 +153,9 @@ def update_towards(x: Array, master: Array, dtype: DTypeLike) -> Array:
     return jnp.where((leads(near) & large) | ~leads(exact), near, exact)
 
 
-def widened(parameter: Array, dtype: DTypeLike) -> Array:
+def widened(param: Array, dtype: DTypeLike) -> Array:
     """Converts to a dtype of more bits, without excess bits that XLA may have kept."""
-    return rounded(parameter.astype(dtype), parameter.dtype)
+    return rounded(param.astype(dtype), param.dtype)
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:

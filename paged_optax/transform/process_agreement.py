@@ -13,7 +13,7 @@ from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
-from paged_optax.transform.trees import paths_of
+from paged_optax.transform.trees import leaf_paths
 
 #: Facts by name and path; see `backend.processes.compare`.
 Said = Mapping[str, Mapping[str, str]]
@@ -27,18 +27,18 @@ def said_of(
     analysis: Analysis,
 ) -> Said:
     """Returns the facts on which the program of a paged update depends."""
-    paths, leaves = paths_of(params)
+    paths, leaves = leaf_paths(params)
     settings = (
         "page_size device_budget min_paged_size host_memory_kind per_parameter_steps"
     ).split()
     of_leaves = (leaf.program for leaf in analysis.leaf_updates)
     programs = analysis.shared.program, *of_leaves, analysis.tail.program
     distinct = dict.fromkeys(programs)  # leaves of one shape have equal programs
-    equations = [x for program in distinct for x in program.equations]
-    operands = [x for one in equations for x in one.inputs]
+    eqns = [x for program in distinct for x in program.eqns]
+    operands = [x for one in eqns for x in one.inputs]
     operands += [x for program in distinct for x in program.outputs]
     constants = [str(x.value) for x in operands if isinstance(x, Constant)]
-    names = [x.primitive.name for x in equations]
+    names = [x.primitive.name for x in eqns]
     return {
         **{name: {"": str(getattr(paged, name))} for name in settings},
         # The text of a codec has the address of its object.
@@ -50,11 +50,13 @@ def said_of(
             keystr(path): _typed(x) for path, x in zip(paths, leaves, strict=True)
         },
         "how they are divided, ": {
-            keystr(path): f"{each.spec} over {dict(each.mesh.shape)}"
-            for path, each in zip(paths, layout.parameter_shards, strict=True)
-            if each
+            keystr(path): f"{item.spec} over {dict(item.mesh.shape)}"
+            for path, item in zip(paths, layout.parameter_shards, strict=True)
+            if item
         },
-        "state": {keystr(p): _typed(x) for p, x in zip(*paths_of(state), strict=True)},
+        "state": {
+            keystr(p): _typed(x) for p, x in zip(*leaf_paths(state), strict=True)
+        },
         "constant ": dict.fromkeys(constants, "in the transformation"),
         "what it computes": {
             "": f"{len(names)} operations, {zlib.crc32(' '.join(names).encode()):08x}"

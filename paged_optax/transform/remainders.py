@@ -96,7 +96,7 @@ def with_master_remainders(
                 "master_remainders needs the parameters: call"
                 " update(updates, state, params)."
             )
-        masters = jax.tree.map(master_of, params, state.remainder)
+        masters = jax.tree.map(get_master, params, state.remainder)
         changed, inner_state = inner.update(
             wider(updates, jnp.float32), state.inner_state, masters, **extra_args
         )
@@ -126,29 +126,29 @@ def _is_split(remainder: PyTree) -> bool:
     return bool(jax.tree.leaves(remainder))
 
 
-def master_of(parameter: Array, remainder: PyTree) -> Array:
+def get_master(param: Array, remainder: PyTree) -> Array:
     """Returns the float32 master copy of a parameter.
 
     Args:
-      parameter: The parameter.
+      param: The parameter.
       remainder: Its remainder in int16 or int8, or a tree without an array.
 
     Raises:
       ValueError: If the parameter had another dtype at `init`.
     """
     split = _is_split(remainder)
-    if split != (parameter.dtype == jnp.bfloat16):
+    if split != (param.dtype == jnp.bfloat16):
         raise ValueError(
-            f"a parameter is {parameter.dtype}, and the state has"
+            f"a parameter is {param.dtype}, and the state has"
             f" {'a' if split else 'no'} remainder of its master, which bfloat16 alone"
             " has: pass the parameters in the dtype that they had at init, or make the"
             " state anew."
         )
-    return _further(_wide(parameter), remainder) if split else parameter
+    return _further(_wide(param), remainder) if split else param
 
 
-def _wide(parameter: BFloat16[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    return widened(parameter, jnp.float32)
+def _wide(param: BFloat16[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    return widened(param, jnp.float32)
 
 
 def _position(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
@@ -170,8 +170,8 @@ def _further(
     numbers = count.astype(jnp.int32)
     if dropped := _dropped(count.dtype):
         numbers = numbers << np.int32(dropped)
-    position = _position(x) + numbers
-    bits = jnp.where(position < 0, _LOWEST - position, position)
+    index = _position(x) + numbers
+    bits = jnp.where(index < 0, _LOWEST - index, index)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -182,5 +182,5 @@ def _between(
     count = _position(y) - _position(x)
     if dropped := _dropped(dtype):
         count = (count + np.int32(2 ** (dropped - 1))) >> np.int32(dropped)
-    least = jnp.iinfo(dtype).min
-    return jnp.clip(count, least, -least - 1).astype(dtype)
+    minimum = jnp.iinfo(dtype).min
+    return jnp.clip(count, minimum, -minimum - 1).astype(dtype)

@@ -32,18 +32,18 @@ from paged_optax.codecs import (
     Codec,
     Quantized,
     arranged,
+    codec_fields,
     codes_field,
-    fields_of,
     of_one_part,
     quantized_as,
 )
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.moment_parts import (
     arranged_like,
-    kinds_of,
+    layout_kinds,
     reshaped_like,
 )
-from paged_optax.transform.trees import Parameter, StoredOrShape, paths_of
+from paged_optax.transform.trees import Parameter, StoredOrShape, leaf_paths
 
 
 class OtherLayoutError(ValueError):
@@ -56,13 +56,13 @@ class StoredLeaf:
 
     Attributes:
       aval: Its shape and dtype, decoded.
-      owner: The parameter that it belongs to, or None.
+      param_index: The parameter that it belongs to, or None.
       shards: Its division over a mesh, or None.
       codec: Its codec, or None.
     """
 
     aval: jax.ShapeDtypeStruct
-    owner: int | None
+    param_index: int | None
     shards: Shards | None
     codec: Codec | None
 
@@ -89,11 +89,11 @@ class StoredLeaf:
         parts = math.prod(self.shards.divisions) if self.shards else 1
         return nbytes(self.stored) // parts if nbytes(self.aval) else None
 
-    def types(self, parameter: Parameter | None) -> StoredOrShape | None:
+    def types(self, param: Parameter | None) -> StoredOrShape | None:
         """Returns arrays or types with the leaf's shardings; None: replicated."""
         if self.codec is None:
-            alike = parameter is not None and parameter.shape == self.aval.shape
-            return parameter if alike else None
+            alike = param is not None and param.shape == self.aval.shape
+            return param if alike else None
         shards, stored = self.shards, self.stored
         if shards is None:
             return jax.tree.map(lambda _: None, stored)
@@ -118,7 +118,7 @@ class StoredLeaf:
         Raises:
           OtherLayoutError: If it has another codec, or other shards.
         """
-        if isinstance(self.stored, Quantized) and (names := fields_of(stored)):
+        if isinstance(self.stored, Quantized) and (names := codec_fields(stored)):
             name = of_one_part(names[0]) if in_shard_map() else names[0]
             # Before containers named the codec, the field was called `codes`.
             if name not in (self.codes_field, "codes"):
@@ -129,7 +129,7 @@ class StoredLeaf:
                     " state was made with, divided as they were, or make the state with"
                     " this transformation's own init."
                 )
-        if kinds_of(stored) != kinds_of(self.stored):
+        if layout_kinds(stored) != layout_kinds(self.stored):
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
                 f" {self.codec!r} stores {self.stored}: pass the codec that the state"
@@ -159,12 +159,12 @@ class StateLayout:
     parameter_shards: tuple[Shards | None, ...]
 
     @classmethod
-    def of(
+    def create(
         cls,
         shapes: PyTree[ArrayOrShape],
         codecs: Sequence[Codec | None],
         params: PyTree,
-        owners: Sequence[int | None],
+        param_indices: Sequence[int | None],
         parameter_shards: Sequence[Shards | None],
         parts: Mapping[int, StoredOrShape],
         *,
@@ -177,25 +177,25 @@ class StateLayout:
         avals, structure = jax.tree.flatten(shapes)
         parameters, parameter_structure = jax.tree.flatten(params)
 
-        def leaf(position: int) -> StoredLeaf:
-            owner, x, codec = owners[position], avals[position], codecs[position]
+        def leaf(index: int) -> StoredLeaf:
+            param_index, x, codec = param_indices[index], avals[index], codecs[index]
             shards = None
             # Moments of other shapes, such as factored ones, are undivided.
-            if owner is not None and x.shape == parameters[owner].shape:
-                shards = parameter_shards[owner]
+            if param_index is not None and x.shape == parameters[param_index].shape:
+                shards = parameter_shards[param_index]
             if codec is not None:
                 # XLA:TPU slices no bytes in host memory: codes share words of 32 bits.
                 # Words and scales are arranged to shard as the moment does.
                 local = shards.local(x.shape) if shards else x.shape
                 codec, base = arranged(codec, local, x.shape), codec
-                if position in parts:
-                    codec = arranged_like(parts[position], base, x.shape) or codec
-            return StoredLeaf(shape_dtype(x), owner, shards, codec)
+                if index in parts:
+                    codec = arranged_like(parts[index], base, x.shape) or codec
+            return StoredLeaf(shape_dtype(x), param_index, shards, codec)
 
         leaves = tuple(map(leaf, range(len(avals))))
         counts = tuple(
-            position
-            for position, x in enumerate(avals)
+            index
+            for index, x in enumerate(avals)
             if per_parameter_steps
             and parameters
             and not x.ndim
@@ -210,14 +210,14 @@ class StateLayout:
         return [leaf.size for leaf in self.leaves]
 
     @property
-    def owners(self) -> list[int | None]:
+    def param_indices(self) -> list[int | None]:
         """For each leaf the parameter that it belongs to, or None."""
-        return [leaf.owner for leaf in self.leaves]
+        return [leaf.param_index for leaf in self.leaves]
 
     def small(self, min_paged_size: int) -> list[bool]:
         """Returns for each leaf whether it is no moment, or too small to page."""
         stored = [leaf.stored for leaf in self.leaves]
-        return too_small(self.sizes, stored, self.owners, min_paged_size)
+        return too_small(self.sizes, stored, self.param_indices, min_paged_size)
 
     def build(self, arrays: Sequence[StoredOrShape]) -> PyTree:
         """Builds a new state of stored leaves, with copies of each count.
@@ -228,11 +228,11 @@ class StateLayout:
             quantized_as(leaf.codes_field, *x) if isinstance(x, Quantized) else x
             for leaf, x in zip(self.leaves, arrays, strict=True)
         ]
-        for position in self.counts:
-            count = arrays[position]
+        for index in self.counts:
+            count = arrays[index]
             copy = lambda _, x=count: x if is_traced(x) else jnp.array(x, copy=True)
             copies = map(copy, range(self.parameters.num_leaves))
-            arrays[position] = jax.tree.unflatten(self.parameters, copies)
+            arrays[index] = jax.tree.unflatten(self.parameters, copies)
         return jax.tree.unflatten(self.structure, arrays)
 
     def take_apart(self, state: PyTree) -> list[StoredOrShape]:
@@ -248,15 +248,15 @@ class StateLayout:
             x if leaf.codec is None else leaf.read(x)
             for leaf, x in zip(self.leaves, arrays, strict=True)
         ]
-        for position in self.counts:
-            counts, structure = jax.tree.flatten(arrays[position])
+        for index in self.counts:
+            counts, structure = jax.tree.flatten(arrays[index])
             if structure != self.parameters:
                 raise ValueError(
                     f"per_parameter_steps=True, and the state has {structure} where one"
                     " step count for each parameter is called for: make the state with"
                     " this transformation's own init."
                 )
-            arrays[position] = counts
+            arrays[index] = counts
         return arrays
 
     def seen(self, arrays: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
@@ -265,8 +265,8 @@ class StateLayout:
             x if leaf.codec is None else shape_dtype(leaf.aval, x)
             for leaf, x in zip(self.leaves, arrays, strict=True)
         ]
-        for position in self.counts:
-            seen[position] = seen[position][0]
+        for index in self.counts:
+            seen[index] = seen[index][0]
         return jax.tree.unflatten(self.structure, seen)
 
     @property
@@ -279,7 +279,7 @@ class StateLayout:
     def parameter_paths(self) -> list[KeyPath]:
         """The paths of the parameters."""
         numbers = range(self.parameters.num_leaves)
-        return paths_of(jax.tree.unflatten(self.parameters, numbers))[0]
+        return leaf_paths(jax.tree.unflatten(self.parameters, numbers))[0]
 
 
 # A moment of less than this part of `min_paged_size` counts alone: its transfer remains
@@ -290,7 +290,7 @@ _LEAST_PART = 8
 def too_small(
     sizes: Sequence[int | None],
     stored: Sequence[PyTree[ArrayOrShape]],
-    owners: Sequence[Hashable],
+    param_indices: Sequence[Hashable],
     min_paged_size: int,
 ) -> list[bool]:
     """Returns for each leaf of a state whether it is too small to page.
@@ -304,9 +304,12 @@ def too_small(
     kinds: list[Hashable] = []
     before = collections.Counter[Hashable]()
     total = collections.Counter[Hashable]()
-    for size, arrays, owner in zip(sizes, stored, owners, strict=True):
-        kind = *((x.shape, x.dtype) for x in jax.tree.leaves(arrays)), before[owner]
-        before[owner] += 1
+    for size, arrays, param_index in zip(sizes, stored, param_indices, strict=True):
+        kind = (
+            *((x.shape, x.dtype) for x in jax.tree.leaves(arrays)),
+            before[param_index],
+        )
+        before[param_index] += 1
         total[kind] += size or 0
         kinds.append(kind)
     return [
@@ -319,7 +322,7 @@ def too_small(
 
 def resident(
     sizes: Sequence[int | None],
-    owners: Sequence[Hashable],
+    param_indices: Sequence[Hashable],
     budget: int | None,
     stays: Sequence[bool],
 ) -> list[bool]:
@@ -331,7 +334,7 @@ def resident(
 
     Args:
       sizes: For each leaf of the state its bytes; None if it is never paged.
-      owners: For each leaf the parameter that it belongs to, or its stack; or None.
+      param_indices: For each leaf its parameter, or its stack; or None.
       budget: Bytes of moments that may stay; None: all.
       stays: For each leaf whether it always stays, outside of the budget.
 
@@ -343,9 +346,9 @@ def resident(
     stays = list(stays)
     # Moments of a parameter stay or go as one.
     groups: dict[Hashable, list[int]] = {}
-    for leaf, owner in enumerate(owners):
+    for leaf, param_index in enumerate(param_indices):
         if not stays[leaf]:
-            key = ("leaf", leaf) if owner is None else owner
+            key = ("leaf", leaf) if param_index is None else param_index
             groups.setdefault(key, []).append(leaf)
     for group in groups.values():
         size = sum(sizes[leaf] or 0 for leaf in group)

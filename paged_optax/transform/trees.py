@@ -60,7 +60,7 @@ def as_arrays(tree: PyTree) -> PyTree[Parameter]:
     return jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), tree)
 
 
-def paths_of(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:
+def leaf_paths(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:
     """Returns the paths of the leaves, and the leaves."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [path for path, _ in flat], [leaf for _, leaf in flat]
@@ -83,25 +83,25 @@ def parameter_of(
     Returns:
       For each state leaf the position of its parameter; None if it has none.
     """
-    position = {tuple(path): i for i, path in enumerate(parameter_paths)}
-    lengths = sorted({len(path) for path in position}, reverse=True)
+    index = {tuple(path): i for i, path in enumerate(parameter_paths)}
+    lengths = sorted({len(path) for path in index}, reverse=True)
     # For each leaf the trees that may have the parameters' structure, outermost first.
     candidates = [
         {
-            tuple(path[:start]): position[end]
+            tuple(path[:start]): index[end]
             for start in (len(path) - n for n in lengths)
-            if start >= 0 and (end := tuple(path[start:])) in position
+            if start >= 0 and (end := tuple(path[start:])) in index
         }
         for path in state_paths
     ]
     members = collections.Counter(tree for trees in candidates for tree in trees)
-    inside = collections.Counter(
+    inner = collections.Counter(
         tuple(path[:n]) for path in state_paths for n in range(len(path) + 1)
     )
     # A step count is no moment, even if a parameter is called `count`: its tree has
     # leaves whose paths end with no parameter's path.
-    complete = {tree for tree, count in members.items() if count == inside[tree]}
+    complete = {tree for tree, count in members.items() if count == inner[tree]}
     return [
-        next((each for tree, each in trees.items() if tree in complete), None)
+        next((item for tree, item in trees.items() if tree in complete), None)
         for trees in candidates
     ]

@@ -33,15 +33,15 @@ from paged_optax.engine.shards import UNSHARDED
 from paged_optax.engine.stream import stream
 from paged_optax.transform.checks import (
     check_arguments,
+    check_equal_values,
+    check_not_differentiated,
+    check_not_nested,
+    check_own_counts,
     note_elsewhere,
-    refuse_derivatives,
-    refuse_different,
-    refuse_inside_paged,
-    refuse_shared_counts,
     warn_of_multi_steps,
 )
 from paged_optax.transform.context import current, without
-from paged_optax.transform.gates import any_gate, gates_of
+from paged_optax.transform.gates import all_gates, any_gate
 from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.moment_parts import as_results, reshaped_like
 from paged_optax.transform.paged_transformation import PagedTransformation
@@ -99,12 +99,12 @@ class PendingUpdate:
         """Traces the update; returns its programs, and the arrays they close over."""
         layout, seen = self.layout, self.layout.seen(self.leaves)
         analysis, constants = self.paged.analyse(
-            self.gradients, seen, layout.owners, self.params, extras, static
+            self.gradients, seen, layout.param_indices, self.params, extras, static
         )
         if layout.counts:
             first = layout.parameters.num_leaves
-            counts = {first + position for position in layout.counts}
-            refuse_shared_counts(analysis, counts, seen, first)
+            counts = {first + index for index in layout.counts}
+            check_own_counts(analysis, counts, seen, first)
         return analysis, constants
 
     @property
@@ -164,7 +164,7 @@ class Update:
           The updates, divided over a mesh as the parameters are, or without parameters
           as the gradients are; and the new state.
         """
-        refuse_inside_paged()
+        check_not_nested()
         context = current()
         if context.plain:
             return self.paged.inner.update(updates, state, params, **extra_args)
@@ -178,14 +178,14 @@ class Update:
         if visit is None:
             paged.warn_of_mistyped(moments)
             if params is not None:
-                refuse_different(gradients, params)
-        arguments = as_arrays(gradients), moments, as_arrays(params)
-        layout, leaves = paged.take_apart(*arguments)
-        pending = PendingUpdate(paged, *arguments, extra_args, layout, leaves)
+                check_equal_values(gradients, params)
+        args = as_arrays(gradients), moments, as_arrays(params)
+        layout, leaves = paged.take_apart(*args)
+        pending = PendingUpdate(paged, *args, extra_args, layout, leaves)
         if visit is not None:
             new = visit(pending)
             return unflatten_like(updates, new[0]), new[1]
-        gates, restart = gates_of(as_pure(active), gradients), context.restart
+        gates, restart = all_gates(as_pure(active), gradients), context.restart
         # One tracer may be the gate of all gradients. If it were passed once for each,
         # `jax.jit` would make distinct tracers of it.
         distinct = {id(gate): gate for gate in gates or ()}
@@ -212,17 +212,17 @@ class Update:
             # A program that one process alone has would block the devices of all.
             agreement = pending.agreement(analysis)
             compare("update of a paged transformation", agreement)
-        arguments = pending.buffers, pending.params, extras, traced_gates, constants
+        args = pending.buffers, pending.params, extras, traced_gates, constants
         # Outside a `jax.jit` the update is a program of its own, compiled once for all
         # equal `Traced`.
         run = self._jitted
-        if is_traced(arguments):
+        if is_traced(args):
             warn_of_options(pending.leaves)
             warn_of_multi_steps(pending.leaves)
             run = self._streamed
         try:
             traced = Traced(analysis, gating, gate_numbers, layout)
-            new = run(*arguments, traced=traced)
+            new = run(*args, traced=traced)
         except ValueError as error:
             note_elsewhere(error)
             raise
@@ -260,35 +260,35 @@ def stream_update(
         return with_automatic_axes(run, trees, like)
     if not current().fetched and (moved := paged.moved(layout, buffers[first:])):
         paged.tell(moved)
-    arguments = [*buffers, *jax.tree.leaves((params, extras))]
+    args = [*buffers, *jax.tree.leaves((params, extras))]
     # A count of each parameter is traced as one; see `Evaluation`.
-    counts = {first + position: buffers[first + position] for position in layout.counts}
-    arguments = [counts[i][0] if i in counts else x for i, x in enumerate(arguments)]
-    if any(map(on_host, arguments)):
+    counts = {first + index: buffers[first + index] for index in layout.counts}
+    args = [counts[i][0] if i in counts else x for i, x in enumerate(args)]
+    if any(map(on_host, args)):
         # Some versions of XLA:GPU read wrong pages without an error.
         check_backend()
     *distinct, restart = traced.gating.merge(traced_gates)
     gates = [distinct[i] for i in traced.gate_numbers] or [True] * first
     # On a restart a moment starts again even if its parameter's update is skipped.
     moves = [any_gate([gate, restart]) for gate in gates]
-    moves_of = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
+    get_moves = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
     streams = LeafStreams(
-        paged, traced.analysis, layout, arguments, counts, gates, moves_of
+        paged, traced.analysis, layout, args, counts, gates, get_moves
     )
-    evaluation = Evaluation(traced.analysis, arguments, constants, counts)
+    evaluation = Evaluation(traced.analysis, args, constants, counts)
     of_leaves, groups = streams.grouped(evaluation)
     for leaf, members in groups:
         one, *_ = members.values()
-        gate = moves_of[leaf.owner]
-        random_words = streams.random_words(leaf)
+        gate = get_moves[leaf.param_index]
+        random_bits = streams.random_bits(leaf)
         geometry = paged.geometry(leaf, one.moments, one.shards, len(members))
         leaves = [
-            refuse_derivatives(x.arrays) if one.on_host else tuple(x.arrays)
+            check_not_differentiated(x.arrays) if one.on_host else tuple(x.arrays)
             for x in members.values()
         ]
         unknown = one.shards is None and one.program.program.elementwise
-        if unknown and leaf.owner is not None and one.on_host:
-            path, x = layout.parameter_paths[leaf.owner], arguments[leaf.owner]
+        if unknown and leaf.param_index is not None and one.on_host:
+            path, x = layout.parameter_paths[leaf.param_index], args[leaf.param_index]
             paged.known.warn_of_unknown(path, x)
         scope = jax.named_scope(UNSHARDED) if unknown else contextlib.nullcontext()
         # The loops are independent of the context, so that leaves of equal programs are
@@ -298,7 +298,7 @@ def stream_update(
                 tuple(leaves),
                 # A gate is the trip count of the loop around the pages.
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
-                random_words,
+                random_bits,
                 leaf=one.program,
                 geometry=geometry,
                 shards=one.shards,

@@ -76,7 +76,7 @@ def test_pages_cover_each_leaf_once(codec, page_size, platform):
         pages = cut(
             shape, (MomentFormat(4, stored), MomentFormat(4, stored)), page_size
         ).on(platform)
-        full, left = divmod(pages.extent, pages.size)
+        full, left = divmod(pages.axis_size, pages.size)
         others = math.prod(pages.page(1))
         assert others * (full * pages.size + left) == math.prod(shape), shape
         assert pages.count == full + bool(left), shape

@@ -14,7 +14,7 @@ PARAMS = {"w": jnp.ones((64, 128))}
 GRADIENTS = {"w": jnp.full((64, 128), 0.5)}
 
 
-def line_of(text, function):
+def source_line(text, function):
     """The line of this file in which a function has a text."""
     lines, first = inspect.getsourcelines(function)
     return first + next(n for n, x in enumerate(lines) if text in x)
@@ -49,7 +49,7 @@ def compiled_when_called():
 @pytest.mark.parametrize("call", [compiled_with_examples, compiled_when_called])
 def test_a_step_that_donates_nothing(call):
     told = lines_told(call, "nothing is donated")
-    assert told == [(__file__, line_of("# here", call))]
+    assert told == [(__file__, source_line("# here", call))]
 
 
 def chained(adamw):
@@ -63,7 +63,7 @@ def test_moments_on_the_device(around, compiled):
     moved = jax.device_put(tx.init(PARAMS), jax.memory.Space.Device)
     step = jax.jit(stepping(tx)) if compiled else stepping(tx)
     told = lines_told(lambda: step(PARAMS, moved, GRADIENTS), "are in device memory")
-    assert told == [(__file__, line_of("# here", stepping))]
+    assert told == [(__file__, source_line("# here", stepping))]
 
 
 def test_parameters_that_nothing_says_how_to_divide():
@@ -75,7 +75,7 @@ def test_parameters_that_nothing_says_how_to_divide():
     state = tx.init(params)
     step = jax.jit(stepping(tx))
     told = lines_told(lambda: step(params, state, params), "shardings=None")
-    assert told == [(__file__, line_of("# here", stepping))]
+    assert told == [(__file__, source_line("# here", stepping))]
 
 
 def test_a_plan_that_needs_a_larger_pool(monkeypatch):

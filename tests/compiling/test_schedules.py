@@ -21,7 +21,7 @@ from paged_optax.backend.compiler_options import (
     overlap_options,
 )
 from paged_optax.compiling import overlapping
-from paged_optax.compiling.donations import device_of
+from paged_optax.compiling.donations import local_device
 from paged_optax.compiling.overlapping import compile_overlapping
 
 GIB = 2**30
@@ -125,8 +125,8 @@ def test_a_device_of_this_process_is_asked(monkeypatch):
     places = [types.SimpleNamespace(device_set=[device]) for device in processes]
     for here in (2, 0):
         monkeypatch.setattr(jax, "process_index", lambda here=here: here)
-        assert device_of(places).process_index == here
-    assert device_of(places[1:2]).process_index == 1  # none is
+        assert local_device(places).process_index == here
+    assert local_device(places[1:2]).process_index == 1  # none is
 
 
 def test_the_text_is_not_read_to_know_what_a_program_takes():

@@ -16,10 +16,10 @@ from helpers.programs import (
     COMPILERS,
     MIB,
     assert_in_place,
+    leaf_shapes,
     llama,
     on_device,
     ordinary_step,
-    shapes_of,
     shardings,
     square,
     state_on,
@@ -155,7 +155,7 @@ def test_single_pages_go_one_at_a_time(compile_for):
 )
 def test_init_allocates_a_page(compile_for, tx):
     """Leaves of different shapes, so that the compiler cannot share their zeros."""
-    params = shapes_of({f"leaf{i}": (4096, 4096 - 128 * i) for i in range(8)})
+    params = leaf_shapes({f"leaf{i}": (4096, 4096 - 128 * i) for i in range(8)})
 
     def build(mesh):
         state = state_on(mesh, tx, params)
@@ -311,7 +311,7 @@ def test_scratch_of_one_moment_is_as_planned_on_h200(alias):
     options = {"momentum": 0.9} if alias == "paged_sgd" else {}
     tx = getattr(po, alias)(1e-3, **options)
     for shape in ((99999989,), (24571, 4096)):
-        params = shapes_of({"w": shape})
+        params = leaf_shapes({"w": shape})
         report = aot.h200(updating(tx, params))
         assert_in_place(report)
         assert report.device_temp <= po.plan(tx, params).scratch_bytes + MIB
@@ -350,7 +350,7 @@ def test_scratch_of_moments_of_two_sizes_is_as_planned_on_h200(settings, dtype, 
 def test_a_plan_for_a_tpu_counts_tiles(monkeypatch, shape, codec):
     monkeypatch.setattr(memory, "platform", lambda: "tpu")
     tx = po.paged_ademamix(1e-3, codec=codec, min_paged_size=0)
-    params = shapes_of({"w": shape})
+    params = leaf_shapes({"w": shape})
     plan, report = po.plan(tx, params), aot.v5e(updating(tx, params))
     assert report.host_arguments == plan.host_bytes > 0
     assert report.device_temp <= plan.scratch_bytes + 8 * MIB
@@ -360,7 +360,7 @@ def test_a_plan_for_a_tpu_counts_tiles(monkeypatch, shape, codec):
 def test_a_codec_of_whole_leaves_compiles_soon_on_v5e():
     """In pieces: at once it took 6 s here, and more than 150 of (6144, 50432)."""
     tx = po.paged_adafactor(1e-3, momentum=0.9, codec={"ema": "dynamic_int8"})
-    params = shapes_of({"w": (1024, 8192)})
+    params = leaf_shapes({"w": (1024, 8192)})
     report = aot.v5e(updating(tx, params))
     assert_in_place(report)
     assert report.device_temp <= 64 * MIB  # it was 137

@@ -14,8 +14,8 @@ from helpers.programs import (
     MIB,
     assert_in_place,
     bfloat16,
+    leaf_shapes,
     llama,
-    shapes_of,
     square,
     updating,
 )
@@ -62,7 +62,7 @@ def gpt_2():
     layer |= {"up bias": (3072,), "down": (3072, 768), "down bias": (768,)}
     outer = {"tokens": (50257, 768), "places": (1024, 768)}
     outer |= {f"norm {i}": (768,) for i in range(2)}
-    return shapes_of({**outer, **{f"{i}": dict(layer) for i in range(12)}})
+    return leaf_shapes({**outer, **{f"{i}": dict(layer) for i in range(12)}})
 
 
 _MATRICES = functools.partial(square, 8, (2048, 2048))
@@ -121,11 +121,11 @@ def test_eight_bits_on_a_tpu():
 @_ON_GPU
 def test_a_smaller_last_page_is_read_and_written_exactly():
     """4099 rows: full pages, read one page ahead, and what does not fill one."""
-    params = shapes_of({"w": (4099, 4096)})
+    params = leaf_shapes({"w": (4099, 4096)})
     report = aot.h200(updating(po.paged_adamw(1e-3), params))
     assert_in_place(report)
     pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4))).gpu
-    assert pages.extent % pages.size
+    assert pages.axis_size % pages.size
     page = 4 * pages.entries
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
     ends = aot.ends(pages, page)
@@ -163,7 +163,7 @@ def test_the_plans_seconds():
 
 
 @pytest.fixture
-def both_ways(monkeypatch):
+def bidirectional(monkeypatch):
     """Pages take both ways on the CPU too."""
     monkeypatch.setattr(page_types, "GPU_FETCHES_AHEAD", True)
     monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
@@ -209,16 +209,16 @@ def assert_as_in_one_page(name, shape, active=None):
 @pytest.mark.quick("(64, 3, 50)")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("shape", [(257, 96), (64, 3, 50)], ids=str)
-def test_numbers(name, shape, both_ways):
+def test_numbers(name, shape, bidirectional):
     """Several pages and a smaller last one."""
     assert_as_in_one_page(name, shape)
 
 
-def test_a_skipped_step(both_ways):
+def test_a_skipped_step(bidirectional):
     assert_as_in_one_page("adamw", (257, 96), jnp.bool(False))
 
 
-def test_a_page_that_is_read_too_early_shows(both_ways, monkeypatch):
+def test_a_page_that_is_read_too_early_shows(bidirectional, monkeypatch):
     """The comparison above tells pages that lie at another place."""
     right = Exchange.__call__
     early = lambda exchange, current, results, at, _, *rest: right(

@@ -44,7 +44,7 @@ def on_tiles(monkeypatch):
     """Takes a TPU's pages on the CPU, which lays its arrays out otherwise."""
     run = lambda run, geometry: functools.partial(run, geometry.tpu)
     monkeypatch.setattr(stream, "_by_backend", run)
-    of = _without_layouts(stream.PagedArray.of)
+    of = _without_layouts(stream.PagedArray.create)
     monkeypatch.setattr(stream.PagedArray, "of", of)
     jax.clear_caches()
     yield

@@ -138,7 +138,7 @@ def test_pages_that_share_end_with_words_and_blocks(codec):
         )
         found = cut(shape, kept, 2**24, like)
         for pages in (found.gpu, found.tpu):
-            sizes = {pages.size, pages.extent % pages.size or pages.size}
+            sizes = {pages.size, pages.axis_size % pages.size or pages.size}
             for size in sizes if pages.leaf_count > 1 else ():
                 assert_stored_alike(stored, pages, size)
 
@@ -147,7 +147,7 @@ def assert_stored_alike(codec, pages, size):
     """What is stored of joined pages is what is stored of each."""
     page = np.random.default_rng(0).normal(size=pages.page(size)).astype(np.float32)
     parts = [page * 10.0**i for i in range(pages.leaf_count)]
-    array = PagedArray.of(codec.stored(pages.leaf), pages, codec, on_host=True)
+    array = PagedArray.create(codec.stored(pages.leaf), pages, codec, on_host=True)
     joined = jnp.concatenate(parts, pages.axis)
     made = array.encode(joined, None, page.shape, pages.leaf_count)
     for found, part in zip(made, parts, strict=True):
@@ -163,7 +163,9 @@ def test_scales_are_stacked_where_they_are_few(on_host):
     stored = codec.stored(shape if on_host is False else (512, 512))
     if on_host:
         pages = cut((512, 512), (MomentFormat(4, codec),) * 2, 2**18, 7).gpu
-    *_, scales = PagedArray.of(stored, pages, codec, on_host, pages.leaf_count).parts
+    *_, scales = PagedArray.create(
+        stored, pages, codec, on_host, pages.leaf_count
+    ).parts
     assert pages.leaf_count == 7
     assert scales.stacked_leaves == (7 if on_host else 0)
 

@@ -123,7 +123,7 @@ def lowered_for_h200(
             lowered.compiler_ir(), _jax.DeviceList(tuple(topology.devices)), how
         )
         hlo = compiled.hlo_modules()[0].to_string()
-        return MemoryReport.of(compiled.get_compiled_memory_stats(), hlo, "gpu")
+        return MemoryReport.create(compiled.get_compiled_memory_stats(), hlo, "gpu")
 
     return Program(lowered, compile)
 
@@ -141,7 +141,9 @@ def lowered_for_v5e(
     def compile() -> MemoryReport:
         with _nothing_kept():
             compiled = lowered.compile()
-        return MemoryReport.of(compiled.memory_analysis(), compiled.as_text(), "tpu")
+        return MemoryReport.create(
+            compiled.memory_analysis(), compiled.as_text(), "tpu"
+        )
 
     return Program(lowered, compile)
 
@@ -229,7 +231,7 @@ def ends(pages: Pages, page_bytes: int, block: int = 1) -> set[tuple[str, int, i
     pieces = next((n for n in (2, 3, 5, 7) if units % (n * block) == 0), None)
     if pieces is None:
         return set()
-    last = (pages.extent // pages.size - 1) * page_bytes
+    last = (pages.axis_size // pages.size - 1) * page_bytes
     size = page_bytes // pieces
     return {("read", 0, size), ("write", last, size)}
 

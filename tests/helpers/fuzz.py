@@ -26,9 +26,9 @@ from helpers import fuzz_masters as masters
 from helpers import fuzz_parts as parts
 from helpers.fuzz_leaves import (
     Leaf,
+    argument_leaves,
     coder,
     each,
-    leaves_of,
     on_one_device,
     unnamed,
 )
@@ -92,9 +92,9 @@ class Case:
         if recipe["wrapper"] and name.startswith("lookahead"):
             self.params = optax.LookaheadParams.init_synced(self.params)
         seen = masters.wide(self.params) if recipe["masters"] else self.params
-        self.leaves = leaves_of(recipe["codec"], alone.init, seen)
+        self.leaves = argument_leaves(recipe["codec"], alone.init, seen)
         if not recipe["masters"]:  # what follows is stored as it is
-            self.leaves += leaves_of(None, self.following.init, seen)
+            self.leaves += argument_leaves(None, self.following.init, seen)
         # As little as this is sooner done than compiled.
         self.first = inner.init(seen)
         self.expected, self.found = jax.jit(inner.update), self._update
@@ -185,7 +185,9 @@ class Case:
             updates = jax.tree.map(
                 lambda x, on: x if on else jnp.zeros_like(x), updates, one_each
             )
-            on = lambda leaf: any(gates) if leaf.owner is None else gates[leaf.owner]
+            on = lambda leaf: (
+                any(gates) if leaf.param_index is None else gates[leaf.param_index]
+            )
             kept = each(
                 lambda leaf, x, y: x if on(leaf) else y, self.leaves, kept, state
             )

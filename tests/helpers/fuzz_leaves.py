@@ -34,7 +34,7 @@ class Leaf:
 
     shape: tuple[int, ...]
     codec: Codec | None
-    owner: int | None
+    param_index: int | None
 
     def encode(self, x: Any) -> Any:
         return x if self.codec is None else coder(self.codec, self.shape)[0](x)
@@ -54,17 +54,17 @@ def on_one_device(x: Array) -> Array:
     return jnp.asarray(np.asarray(x))
 
 
-def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]:
+def argument_leaves(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]:
     """The leaves of a transformation's state, in order."""
     state = jax.eval_shape(init, params)
     flat = jax.tree_util.tree_leaves_with_path(state)
     paths, avals = [path for path, _ in flat], [x for _, x in flat]
     own = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    owners = parameter_of(paths, own)
-    codecs = choose(coded_moments(check(codec), state, params, owners))
+    param_indices = parameter_of(paths, own)
+    codecs = choose(coded_moments(check(codec), state, params, param_indices))
     return [
-        Leaf(x.shape, codec and arranged(codec, x.shape), owner)
-        for x, codec, owner in zip(avals, codecs, owners, strict=True)
+        Leaf(x.shape, codec and arranged(codec, x.shape), param_index)
+        for x, codec, param_index in zip(avals, codecs, param_indices, strict=True)
     ]
 
 

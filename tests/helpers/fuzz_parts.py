@@ -346,9 +346,9 @@ def primitives() -> set[str]:
     found = set()
 
     def look(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            found.add(equation.primitive.name)
-            for inner in core.jaxprs_in_params(equation.params):
+        for eqn in jaxpr.eqns:
+            found.add(eqn.primitive.name)
+            for inner in core.jaxprs_in_params(eqn.params):
                 look(inner)
 
     for step in STEPS.values():

@@ -264,7 +264,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     from helpers import aot
     from paged_optax.engine.paged_array import PagedArray
 
-    ahead = pages.both_ways(sum(x.on_host for x in kept))
+    ahead = pages.bidirectional(sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
     loops = [x for x in pages.ranges if not x.single]
     arrays = []
@@ -272,7 +272,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
         stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
         if each.codec is not None:
             stored = each.codec.stored(pages.leaf)
-        arrays += PagedArray.of(stored, pages, each.codec, each.on_host).parts
+        arrays += PagedArray.create(stored, pages, each.codec, each.on_host).parts
     block = math.lcm(*[part.block for part in arrays])
     for part in arrays:
         if not part.streamed:

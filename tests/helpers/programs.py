@@ -14,7 +14,7 @@ MIB = 2**20
 COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 
 
-def shapes_of(tree):
+def leaf_shapes(tree):
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         tree,
@@ -27,7 +27,7 @@ def bfloat16(tree):
 
 
 def square(leaves, shape=(4096, 4096)):
-    return shapes_of({f"leaf{i:03}": shape for i in range(leaves)})
+    return leaf_shapes({f"leaf{i:03}": shape for i in range(leaves)})
 
 
 def llama(layers=32, hidden=4096, inner=14336, grouped=1024, vocabulary=128256):
@@ -48,7 +48,9 @@ def llama(layers=32, hidden=4096, inner=14336, grouped=1024, vocabulary=128256):
         "head": (hidden, vocabulary),
         "norm": (hidden,),
     }
-    return shapes_of({**{f"layer{i:02}": dict(layer) for i in range(layers)}, **outer})
+    return leaf_shapes(
+        {**{f"layer{i:02}": dict(layer) for i in range(layers)}, **outer}
+    )
 
 
 def placed(tree, sharding):

@@ -56,7 +56,7 @@ def _nothing_learned(prologue: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_prepared(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, x, axis: call(dataclasses.replace(self, equations=()), x, axis)
+    return lambda self, x, axis: call(dataclasses.replace(self, eqns=()), x, axis)
 
 
 #: What is broken, by name: a class, its function, and what takes that one's place.

@@ -97,7 +97,7 @@ class Overheads:
     sync: float = 0.0
     graph: float = 0.0
     one_way: float = 1.0
-    both_ways: float = 1.0
+    bidirectional: float = 1.0
     zero_copy: float = 1.0
     slices: float = 0.0
 
@@ -110,7 +110,7 @@ LOW = Overheads(
     sync=20e-6,
     graph=15e-6,
     one_way=0.95,
-    both_ways=0.95,
+    bidirectional=0.95,
     zero_copy=0.8,
     slices=2.0,
 )
@@ -121,7 +121,7 @@ HIGH = Overheads(
     sync=50e-6,
     graph=60e-6,
     one_way=0.85,
-    both_ways=0.7,
+    bidirectional=0.7,
     zero_copy=0.5,
     slices=2.0,
 )
@@ -336,7 +336,7 @@ class _Run:
         part = over.one_way if kind is Executor.ENGINE else over.zero_copy
         seconds = size / (part * self.machine.link)
         begun = max(now, self.free[way]) + over.copy
-        rest = 2 * over.both_ways - 1
+        rest = 2 * over.bidirectional - 1
         busy = max(0.0, self.free["down" if way == "up" else "up"] - begun)
         beside = min(busy, seconds / rest if rest else math.inf)
         self.free[way] = begun + seconds + (1 - rest) * beside

@@ -86,7 +86,7 @@ class Wrapper:
 
     wrap: Callable[[Make], Any]
     twin: Callable[[Make], Any]
-    happens: Callable[[int], bool] = lambda number: True
+    enabled: Callable[[int], bool] = lambda number: True
     inner: Callable[[Any], Any] = itself
     not_finite: tuple[int, ...] = ()
     hands_through: bool = False
@@ -116,13 +116,13 @@ WRAPPERS: dict[str, Wrapper] = {
     **_by_both(
         "MultiSteps",
         lambda of, make: of.MultiSteps(make(), 3).gradient_transformation(),
-        happens=every_third,
+        enabled=every_third,
         inner=_inner_opt_state,
     ),
     **_by_both(
         "MultiSteps of sums by schedule",
         lambda of, make: of.MultiSteps(make(), lambda n: n + 1, use_grad_mean=False),
-        happens=lambda number: number in (0, 2, 5, 9),
+        enabled=lambda number: number in (0, 2, 5, 9),
         inner=_inner_opt_state,
     ),
     **_by_both(
@@ -133,21 +133,21 @@ WRAPPERS: dict[str, Wrapper] = {
             should_skip_update_fn=optax.skip_not_finite,
             accumulator_dtype=jnp.bfloat16,
         ),
-        happens=lambda number: number in (1, 4, 8),
+        enabled=lambda number: number in (1, 4, 8),
         inner=_inner_opt_state,
         not_finite=NOT_FINITE,
     ),
     **_by_both(
         "apply_if_finite",
         lambda of, make: of.apply_if_finite(make(), 3),
-        happens=lambda number: number not in NOT_FINITE or number == 12,
+        enabled=lambda number: number not in NOT_FINITE or number == 12,
         inner=_inner_state,
         not_finite=NOT_FINITE,
     ),
     **_by_both(
         "conditionally_transform",
         lambda of, make: of.conditionally_transform(make(), every_third),
-        happens=every_third,
+        enabled=every_third,
         inner=_inner_state,
         hands_through=True,
     ),
@@ -156,7 +156,7 @@ WRAPPERS: dict[str, Wrapper] = {
         lambda of, make: of.conditionally_mask(
             make(), lambda number, go: go, forward_extra_args=True
         ),
-        happens=every_third,
+        enabled=every_third,
         inner=_inner_state,
     ),
     "optax.inject_hyperparams": _optax(
@@ -196,7 +196,7 @@ WRAPPERS: dict[str, Wrapper] = {
             ),
             2,
         ),
-        happens=lambda number: number % 2 == 1 and number != 13,
+        enabled=lambda number: number % 2 == 1 and number != 13,
         inner=lambda state: state.inner_opt_state.inner_state,
         not_finite=(12,),
     ),
@@ -206,7 +206,7 @@ WRAPPERS: dict[str, Wrapper] = {
             of.MultiSteps(optax.masked(make(), matrices), 2).gradient_transformation(),
             5,
         ),
-        happens=lambda number: number in (1, 3, 7, 10, 12),
+        enabled=lambda number: number in (1, 3, 7, 10, 12),
         inner=lambda state: state.inner_state.inner_opt_state,
         not_finite=(4, 5, 9),
     ),
@@ -327,7 +327,7 @@ def keep(case: str) -> None:
     # 3. Skipped steps leave the inner state, and give the documented updates.
     for number in range(STEPS):
         before, after = ours.inner[number : number + 2]
-        if wrapper.happens(number):
+        if wrapper.enabled(number):
             assert before != after, number
             continue
         assert before == after, number

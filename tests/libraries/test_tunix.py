@@ -236,7 +236,7 @@ NOT_COMPUTED = [
 TOKENS = np.arange(48, dtype=np.int32)[None] * 89 % 256
 
 
-def shapes_of(config):
+def leaf_shapes(config):
     """Of the tensors that Hugging Face stores for a `config.json`, by name."""
     width, head, inner = (
         config[x] for x in ("hidden_size", "head_dim", "intermediate_size")
@@ -274,7 +274,7 @@ def write_checkpoint(folder, **config):
     config = SIZES | config
     weights = {
         name: 0.25 * draw(shape, np.float32) + name.endswith("norm.weight")
-        for name, shape in shapes_of(config).items()
+        for name, shape in leaf_shapes(config).items()
     }
     safetensors.numpy.save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

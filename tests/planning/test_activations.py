@@ -16,7 +16,7 @@ from paged_optax.planning.activations import (
     ActivationBytes,
     Workload,
     find_layers,
-    sizes_of,
+    get_sizes,
 )
 from paged_optax.planning.models import DECODERS
 
@@ -202,7 +202,7 @@ PLAIN = shapes(q=(64, 256), k=(64, 128), o=(256, 64), up=(64, 512), norm=(64,))
 
 
 def sizes(params, heads=None):
-    return sizes_of(find_layers(params, "layers"), heads)
+    return get_sizes(find_layers(params, "layers"), heads)
 
 
 def test_sizes_are_read_off_the_shapes():

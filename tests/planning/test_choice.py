@@ -27,8 +27,8 @@ def test_a_card_by_name(name):
     card = find_card(name)
     assert 8 << 30 < card.memory < 200 << 30
     # Within one memory a copy takes as long in either direction, or in both.
-    assert (card.link < card.both_ways) != card.unified_memory
-    assert card.link <= card.both_ways <= 2 * card.link
+    assert (card.link < card.bidirectional) != card.unified_memory
+    assert card.link <= card.bidirectional <= 2 * card.link
     assert 50 < card.teraflops < 1000
     assert find_card(f" {name.upper()} ") == card
 

@@ -22,7 +22,7 @@ def test_plan_says_it():
     tx = po.paged_adamw(1e-3)
     stated = po.plan(tx, params, link_gigabytes_per_second=50.0, teraflops=500.0)
     # Where the directions take turns, both count.
-    ways = all(x.both_ways for x in stated.moments if x.on_host)
+    ways = all(x.bidirectional for x in stated.moments if x.on_host)
     seconds = (1 if ways else 2) * stated.host_bytes / 50e9
     assert stated.free_from == free_from(4096**2, seconds, 500.0)
     assert f"{stated.free_from:,}" in str(stated)

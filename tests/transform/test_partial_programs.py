@@ -16,8 +16,8 @@ from helpers.programs import (
     COMPILERS,
     MIB,
     assert_in_place,
+    leaf_shapes,
     on_device,
-    shapes_of,
     shardings,
     state_on,
     transfers,
@@ -207,7 +207,7 @@ class Program:
 @COMPILERS
 def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
     """Every transfer is in a loop from 0 to a parameter's own flag: 0 moves no byte."""
-    params = shapes_of(COMPILED)
+    params = leaf_shapes(COMPILED)
     report = compile_for(gated(po.paged_adamw(1e-3, page_size="1MiB"), params))
     assert_in_place(report)
     program = Program(report.hlo)
@@ -230,7 +230,7 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
 @COMPILERS
 def test_flags_cost_no_scratch(compile_for):
     """Gated leaves are in place as others are, and one at a time."""
-    params = shapes_of({f"leaf{i}": (4096, 1024) for i in range(6)})
+    params = leaf_shapes({f"leaf{i}": (4096, 1024) for i in range(6)})
     tx = po.paged_adamw(1e-3, page_size="1MiB", per_parameter_steps=True)
     report, plain = compile_for(gated(tx, params)), compile_for(updating(tx, params))
     assert_in_place(report)
@@ -243,7 +243,7 @@ def test_flags_cost_no_scratch(compile_for):
 def test_addresses_under_flags(page_size):
     """Every transfer of the H200 program covers exactly its page."""
     shape, leaves = (4096, 1024), 3
-    params = shapes_of({f"leaf{i}": shape for i in range(leaves)})
+    params = leaf_shapes({f"leaf{i}": shape for i in range(leaves)})
     report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
     pages = cut(shape, (MomentFormat(4),), int(page_size[0]) * MIB).gpu
     page_bytes = 4 * pages.entries
@@ -265,7 +265,7 @@ def test_addresses_under_flags(page_size):
 @COMPILERS
 def test_what_is_off_is_compiled_away(compile_for):
     """A leaf off when traced: its moments are handed through, and nothing travels."""
-    params = shapes_of(COMPILED)
+    params = leaf_shapes(COMPILED)
     tx = po.paged_adamw(1e-3, page_size="1MiB")
     report = compile_for(gated(tx, params, {"odd": False, "even": True}))
     assert report.host_temp == 0
