@@ -328,7 +328,13 @@ def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> lis
     fit, longer = fitted(read, args.length, args.too_long)
     if longer:
         how = "left out" if args.too_long == "drop" else f"cut at the {args.too_long}"
-        print(f"{path}: {longer} of {len(read)} are longer than a row, and {how}")
+        print(
+            f"{path}: {longer} of {len(read)} chats, or turns that a template renders"
+            f" alone, are longer than a row, and {how}"
+        )
+        lost = len(read) - len(fit)
+        if lost and args.too_long != "drop":
+            print(f"{path}: {lost} of these have nothing to learn then: left out")
     return rows(fit, args.length)
 
 

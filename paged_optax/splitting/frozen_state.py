@@ -16,11 +16,11 @@ from paged_optax.backend.user_warnings import warn_user
 #: Advice for state that changes in each step.
 STATE_RECIPE = (
     "Pass state in the batch, loss(params, (state, inputs)), and return the new state"
-    " beside the loss: return value, nnx.state(model, nnx.Not(nnx.Param)). The state"
-    " of the next batch is then output.metrics; see docs/models_with_state.md. For"
-    " random numbers alone a new key in each batch is enough: begin the loss with"
-    " nnx.reseed(model, dropout=batch['key']), with the streams' names (default for"
-    " nnx.Rngs(0))."
+    " beside the loss: with NNX, return value, nnx.state(model, nnx.Not(nnx.Param))."
+    " The state of the next batch is then output.metrics; docs/models_with_state.md"
+    " also shows Linen and Equinox. For random numbers alone a new key in each batch is"
+    " enough: with NNX, begin the loss with nnx.reseed(model, dropout=batch['key']),"
+    " with the streams' names (default for nnx.Rngs(0))."
 )
 
 #: Numbers of the inputs that a value is computed from.
