@@ -249,7 +249,7 @@ def main() -> int:
             for setting, each in runs.items():
                 counts = collections.Counter()
                 for name, error in each.result().items():
-                    kind = kind_indices(error, plain.get(name), patterns)
+                    kind = kind_of(error, plain.get(name), patterns)
                     counts[kind] += 1
                     if kind == KINDS[1]:
                         refused[listed(error, patterns)] += 1
@@ -267,7 +267,7 @@ def main() -> int:
 KINDS = ("passed", "refused", "fails without paging", "fails")
 
 
-def kind_indices(error: str, plain: str | None, patterns: list[str]) -> str:
+def kind_of(error: str, plain: str | None, patterns: list[str]) -> str:
     """What a test's error means, given that of the same test without paging."""
     if not error:
         return KINDS[0]

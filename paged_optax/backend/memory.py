@@ -129,14 +129,14 @@ def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
     return (default, *(kind for kind in remaining if kind != default))
 
 
-def kind_indices(host: bool) -> str:
+def default_memory_kind(host: bool) -> str:
     """Returns the default backend's memory kind of host, or device, memory."""
     return PINNED_HOST if host else memory_kinds()[0]
 
 
 def memory_kind(x: PyTree) -> str:
     """Returns the default backend's memory kind of a value's type."""
-    return kind_indices(on_host(x))
+    return default_memory_kind(on_host(x))
 
 
 def resolve_host_memory_kind(requested: object) -> str:

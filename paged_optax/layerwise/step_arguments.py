@@ -211,14 +211,14 @@ def check_same_state(
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
     typed = tree is not None and not divided
 
-    def argument_leaves(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
+    def leaves_by_name(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
         flat, _ = jax.tree_util.tree_flatten_with_path(
             as_pure(state), is_leaf=is_stored
         )
         types = lambda x: typed and list(map(dtype_and_shape, jax.tree.leaves(x)))
         return {key_names(path): (path, types(x)) for path, x in flat}
 
-    expected, leaves = argument_leaves(fresh), argument_leaves(state)
+    expected, leaves = leaves_by_name(fresh), leaves_by_name(state)
     type_of = lambda leaves, name: leaves.get(name, (None, None))[1]
     every = leaves | expected
     odd = [x for x in every if type_of(leaves, x) != type_of(expected, x)]

@@ -59,8 +59,8 @@ class Card:
 _PCIE3, _PCIE4, _PCIE5 = (16.0, 32.0), (32.0, 64.0), (64.0, 128.0)
 
 
-def _gib(index: float) -> int:
-    return int(index * (1 << 30))
+def _gib(size: float) -> int:
+    return int(size * (1 << 30))
 
 
 #: Memory is the least that public PyTorch logs report; `nvidia-smi` shows up to 0.9 GiB

@@ -168,7 +168,7 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
     def read(x: Operand) -> Operand:
         return x if isinstance(x, Constant) else renamed.get(x, x)
 
-    def index(aval: ShapedArray) -> int:
+    def new_value(aval: ShapedArray) -> int:
         new.avals.append(aval)
         return len(new.avals) - 1
 
@@ -181,7 +181,7 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
         del shape[axis]
         aval = flat.avals[leaf].update(shape=tuple(shape))
         axes[leaf] = axis
-        parts[leaf] = [index(aval) for _ in range(layers.length)]
+        parts[leaf] = [new_value(aval) for _ in range(layers.length)]
     wholes = Wholes(flat, axes)
     for eqn in flat.eqns:
         if wholes.follow(eqn):
@@ -199,7 +199,7 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
             part = parts[whole.leaf][n]
             body = _slice(eqn, whole, axis, new.avals[part], flat.shape(output))
             names = {0: part}
-            names |= {x: index(body.avals[x]) for e in body.eqns for x in e.outputs}
+            names |= {x: new_value(body.avals[x]) for e in body.eqns for x in e.outputs}
             rename = lambda x, names=names: x if isinstance(x, Constant) else names[x]
             new.eqns += [
                 e.of(map(rename, e.inputs), [names[x] for x in e.outputs], eqn)

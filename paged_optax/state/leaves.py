@@ -140,11 +140,11 @@ def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
     return [
         StateLeaf(path[:-1], path_name(path[-1:]), parameter, as_pure(value))
         for path, field in fields
-        for parameter, value in _moment_bytes(field)
+        for parameter, value in _moments_by_path(field)
     ]
 
 
-def _moment_bytes(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
+def _moments_by_path(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
     if jax.tree_util.all_leaves([as_pure(field)], is_leaf=is_quantized):
         return [((), field)]  # a count, in a Flax variable or not
     flat, _ = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)

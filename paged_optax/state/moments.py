@@ -14,8 +14,8 @@ from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
+    default_memory_kind,
     donate_within_memory,
-    kind_indices,
     memory_kind,
     on_host,
 )
@@ -247,7 +247,9 @@ def _describe(moment: PyTree) -> str:
 
 def _put_like(x: ArrayLike, old: Array, *, host: bool) -> Array:
     if is_committed(old):
-        return jax.device_put(x, old.sharding.with_memory_kind(kind_indices(host)))
+        return jax.device_put(
+            x, old.sharding.with_memory_kind(default_memory_kind(host))
+        )
     return jax.device_put(x, HOST if host else DEVICE)
 
 
@@ -301,7 +303,7 @@ def master_weights(
         for field, compute in _MASTERS.items():
             half = halves.get((field, key_names(path)))
             if half is not None and half.shape == parameter.shape:
-                return compute(parameter, jax.device_put(half, DEVICE))
+                return compute(*jax.device_put((parameter, half), DEVICE))
         if wider(parameter, jnp.float32) is parameter:
             return parameter
         if not halves:

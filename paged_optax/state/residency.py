@@ -10,7 +10,12 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import unflatten_like
-from paged_optax.backend.memory import bytes_per_device, kind_indices, nbytes, on_host
+from paged_optax.backend.memory import (
+    bytes_per_device,
+    default_memory_kind,
+    nbytes,
+    on_host,
+)
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import (
     ArrayOrShape,
@@ -186,7 +191,7 @@ def rebalance(
     groups = map(parameters_of(state_leaves).group, used)
     residents = _residents([path for group in groups for path in group], totals, budget)
     for to_host in (True, False):
-        move = functools.partial(moved_to, kind=kind_indices(to_host))
+        move = functools.partial(moved_to, kind=default_memory_kind(to_host))
         for index, leaf in enumerate(state_leaves):
             belongs = (leaf.parameter in residents) != to_host
             if movable[index] and belongs and on_host(leaf.value) != to_host:

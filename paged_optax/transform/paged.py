@@ -121,7 +121,7 @@ def paged(
       master_remainders: True if the float32 master copy of a bfloat16 parameter is
         stored as the 16 bits that complete it: half the bytes, and half the traffic.
         The masters equal `master_dtype="float32"`, except for rare roundings. `"int8"`
-        stores 8 of these bits, rounded to nearest, for rates of 1e-6 or more.
+        stores 8 of these bits of matrices, for rates of 1e-6 or more; see the guide.
       on_moved: Action of `update` if moments have left the host: `"warn"`, or `"raise"`
         before XLA compiles them. `place_state` moves them back. `layerwise_step` checks
         its workspace in the same way.

@@ -54,7 +54,9 @@ def with_master_remainders(
     then drops roundings to bfloat16 in between, `xla_allow_excess_precision`.)
 
     In 8 bits the count is rounded to the nearest multiple of 256: a master has 16
-    significant bits. A step of less than 2^-17 of a parameter moves no master.
+    significant bits. A step of less than 2^-17 of a parameter moves no master, and one
+    of less than 2^-14 is rounded by up to a sixteenth or more, each time alike; weight
+    decay where no gradient is, too. Vectors keep 16 bits.
 
     The parameter is half of its master. Any other change of the parameter changes the
     master too: a transformation chained after this one, a wrapper around it, a restore
@@ -62,7 +64,7 @@ def with_master_remainders(
 
     Args:
       inner: The transformation. The master copy is its `params`.
-      dtype: The dtype of the remainders, int16 or int8.
+      dtype: The dtype of the remainders of matrices, int16 or int8.
 
     Returns:
       The transformation; its updates have the parameters' dtype.
@@ -76,7 +78,8 @@ def with_master_remainders(
     def init(params: optax.Params) -> MasterRemaindersState:
         def zeros(p: Array) -> Array | optax.MaskedNode:
             if p.dtype == jnp.bfloat16:
-                return jnp.zeros(p.shape, dtype)
+                # Vectors are small, and scales of norms are large beside their steps.
+                return jnp.zeros(p.shape, dtype if p.ndim > 1 else jnp.int16)
             if wider(p, jnp.float32) is not p:
                 raise ValueError(
                     f"master_remainders complete bfloat16 alone to float32, and a"

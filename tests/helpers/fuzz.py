@@ -26,9 +26,9 @@ from helpers import fuzz_masters as masters
 from helpers import fuzz_parts as parts
 from helpers.fuzz_leaves import (
     Leaf,
-    argument_leaves,
     coder,
     each,
+    leaves_of,
     on_one_device,
     unnamed,
 )
@@ -92,9 +92,9 @@ class Case:
         if recipe["wrapper"] and name.startswith("lookahead"):
             self.params = optax.LookaheadParams.init_synced(self.params)
         seen = masters.wide(self.params) if recipe["masters"] else self.params
-        self.leaves = argument_leaves(recipe["codec"], alone.init, seen)
+        self.leaves = leaves_of(recipe["codec"], alone.init, seen)
         if not recipe["masters"]:  # what follows is stored as it is
-            self.leaves += argument_leaves(None, self.following.init, seen)
+            self.leaves += leaves_of(None, self.following.init, seen)
         # As little as this is sooner done than compiled.
         self.first = inner.init(seen)
         self.expected, self.found = jax.jit(inner.update), self._update

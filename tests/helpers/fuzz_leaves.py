@@ -54,7 +54,7 @@ def on_one_device(x: Array) -> Array:
     return jnp.asarray(np.asarray(x))
 
 
-def argument_leaves(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]:
+def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]:
     """The leaves of a transformation's state, in order."""
     state = jax.eval_shape(init, params)
     flat = jax.tree_util.tree_leaves_with_path(state)

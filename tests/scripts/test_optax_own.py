@@ -23,7 +23,7 @@ SCRIPT = Path(optax_own.__file__)
     ],
 )
 def test_kinds(error, plain, kind):
-    assert optax_own.kind_indices(error, plain, optax_own.refusals()) == kind
+    assert optax_own.kind_of(error, plain, optax_own.refusals()) == kind
 
 
 @pytest.mark.slow

@@ -154,3 +154,21 @@ def test_small_rates():
         po.paged_adamw(learning_rate=1e-6, **_INT8)
         po.paged_adamw(1e-7, master_remainders=True)
         po.paged_adamw(optax.constant_schedule(1e-7), **_INT8)
+
+
+def test_vectors_keep_16_bits():
+    """Scales of norms begin at 1, of which a step of 1e-5 is too small for 8 bits."""
+    tx = po.paged_adamw(1e-5, weight_decay=0, **_INT8)
+    params = {"scale": jnp.ones(256, jnp.bfloat16)}
+    state, gradients = tx.init(params), {"scale": jnp.ones(256, jnp.bfloat16)}
+
+    @jax.jit
+    def run(params, state):
+        def step(carry, _):
+            updates, state = tx.update(gradients, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(step, (params, state), length=1000)[0]
+
+    masters = po.master_weights(*run(params, state))["scale"]
+    np.testing.assert_allclose(1 - masters, 0.01, rtol=0.02)
