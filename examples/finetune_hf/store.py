@@ -79,13 +79,17 @@ class Store:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(self.lock)
+            self.lock = None
             raise FolderError(f"another command is at work in {self.path}.") from None
         for file in self.path.iterdir() if anew else ():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
 
     def close(self) -> None:
-        """Leaves the folder to other commands."""
+        """Leaves the folder to other commands, or removes it if nothing began."""
         if self.lock is not None:
+            if not (self.path / "run.json").exists():
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
 
     def begin(self) -> None:
