@@ -93,9 +93,9 @@ def test_an_overhead_is_added_as_often_as_is_counted(overhead, count):
         ({"one_way": 0.5}, 2.0),
         ({"zero_copy": 0.5}, 1.0),
         # The second way has half the link until the first is free.
-        ({"both_ways": 0.75}, 1.5),
+        ({"bidirectional": 0.75}, 1.5),
         # One after the other.
-        ({"both_ways": 0.5}, 2.0),
+        ({"bidirectional": 0.5}, 2.0),
     ],
 )
 def test_the_link(overheads, wanted):

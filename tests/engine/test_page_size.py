@@ -45,7 +45,7 @@ def on_tiles(monkeypatch):
     run = lambda run, geometry: functools.partial(run, geometry.tpu)
     monkeypatch.setattr(stream, "_by_backend", run)
     of = _without_layouts(stream.PagedArray.create)
-    monkeypatch.setattr(stream.PagedArray, "of", of)
+    monkeypatch.setattr(stream.PagedArray, "create", of)
     jax.clear_caches()
     yield
     monkeypatch.undo()

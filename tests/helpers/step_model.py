@@ -86,7 +86,7 @@ class Overheads:
       sync: Seconds of one wait of the host, which finds the device idle after it.
       graph: Seconds that a turn of a counted loop takes, to update its graph.
       one_way: The part of the link's rate that a copy engine reaches.
-      both_ways: The part of that which is left for each direction while both are busy.
+      bidirectional: The part left for each direction while both are busy.
       zero_copy: The part of the link's rate that a kernel reaches over it.
       slices: How often a slice copied on the device crosses its memory.
     """
@@ -328,7 +328,7 @@ class _Run:
     def over_link(self, way: str, kind: Executor, size: int, now: float) -> float:
         """The time at which a transfer has ended that begins now, or when it can.
 
-        While the other way is busy, both together have `both_ways` of twice one way's
+        While the other way is busy, both have `bidirectional` of twice one way's
         rate. What was issued first keeps its own rate, and this transfer has the rest.
         """
         setattr(self.cost, way, getattr(self.cost, way) + size)

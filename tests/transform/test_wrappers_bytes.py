@@ -190,6 +190,7 @@ def test_an_update_that_is_never_skipped_has_no_such_bound(compile_for):
 
 
 @pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore:optax.MultiSteps transfers")
 def test_optax_multi_steps_copies_the_whole_state():
     """What `po.MultiSteps` is for: Optax's selects between host arrays."""
     tx = optax.MultiSteps(po.paged_adamw(1e-3, page_size="8MiB"), 4)
