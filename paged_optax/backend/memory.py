@@ -233,12 +233,12 @@ def _pair_within_memories(main: func.FuncOp) -> None:
     for i in pairs:
         donors[signature.inputs[i], _host(args[i])].append(i)
         del args[i][_PAIR]
-    index = ir.IntegerType.get_signless(32)
+    int32 = ir.IntegerType.get_signless(32)
     for k, (type_, attributes) in enumerate(
         zip(signature.results, results, strict=True)
     ):
         if queue := donors[type_, _host(attributes)]:
-            args[queue.popleft()][_PAIR] = ir.IntegerAttr.get(index, k)
+            args[queue.popleft()][_PAIR] = ir.IntegerAttr.get(int32, k)
     main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(x) for x in args])
 
 

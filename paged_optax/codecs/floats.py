@@ -163,8 +163,8 @@ class Float8E4M3:
         scaled = divide(values, scales[:, None])
         # A positive second moment is never stored as zero: see `DynamicInt8`.
         if not (self.signed or self.rounds_to_zero):
-            minimum = jnp.maximum(scaled, _SMALLEST)
-            scaled = jnp.where(bits(values) > 0, minimum, scaled)
+            clipped = jnp.maximum(scaled, _SMALLEST)
+            scaled = jnp.where(bits(values) > 0, clipped, scaled)
         codes = scaled.astype(jnp.float8_e4m3fn)
         return Quantized(from_blocks(codes, page.shape), scales)
 

@@ -69,9 +69,13 @@ class Shards:
         if AxisType.Manual in getattr(sharding.mesh, "axis_types", ()):
             return None  # inside a `shard_map`, whose arrays are shards
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        full = None, PartitionSpec.UNCONSTRAINED
+        undivided = None, PartitionSpec.UNCONSTRAINED
         axes = tuple(
-            () if entry in full else entry if isinstance(entry, tuple) else (entry,)
+            ()
+            if entry in undivided
+            else entry
+            if isinstance(entry, tuple)
+            else (entry,)
             for entry in entries
         )
         shards = cls(sharding.mesh, axes)

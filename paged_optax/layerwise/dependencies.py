@@ -42,17 +42,17 @@ def learned(
 
     flat = Flat(jax.make_jaxpr(layer)(weights.stacks, x, context))
     first = len(weights.stacks)
-    subset = entering[: len(every)]
+    marks = entering[: len(every)]
     while True:
-        inputs = [n for n, flag in enumerate((*subset, *seen), first) if flag]
+        inputs = [n for n, flag in enumerate((*marks, *seen), first) if flag]
         dependent = flat.dependents([*range(first), *inputs])
         outputs = [
             old or (inexact and not isinstance(new, Constant) and new in dependent)
-            for old, inexact, new in zip(subset, every, flat.outputs, strict=True)
+            for old, inexact, new in zip(marks, every, flat.outputs, strict=True)
         ]
-        if outputs == subset:
-            return Learned(subset, seen)
-        subset = outputs
+        if outputs == marks:
+            return Learned(marks, seen)
+        marks = outputs
 
 
 def _entering(

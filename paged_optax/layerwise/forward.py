@@ -306,24 +306,6 @@ class ModelFunctions:
         value = value if weighted is None else weighted
         return EpilogueGradients(value, metrics, *grads)
 
-    def pull_layer(
-        self,
-        weights: PyTree[Array],
-        frozen: PyTree[Array],
-        x: PyTree[Array],
-        context: PyTree,
-        learned: Learned,
-        i: LayerIndex,
-        dx: list[Array],
-        dkept: list[Array],
-    ) -> tuple[PyTree[Array], list[Array], list[Array]]:
-        """Computes a layer's gradients by its parameters, its input and the context."""
-        if isinstance(x, Saved):
-            args = weights, frozen, x.x, context, jnp.asarray(i)
-            return x.pull(args)((dx, dkept))
-        pull, _ = self.linearized(weights, frozen, x, context, learned, i)
-        return pull((dx, dkept))
-
     def linearized(
         self,
         weights: PyTree[Array],

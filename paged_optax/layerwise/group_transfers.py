@@ -176,10 +176,10 @@ class GroupTransfers:
         (slots, stacks, inputs, weights, frozen), computed = after_all(
             (moving, computed)
         )
-        item = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
+        replace = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
         return InFlight(
-            item(transfer_state.slots, slots),
-            item(transfer_state.stacks, stacks),
+            replace(transfer_state.slots, slots),
+            replace(transfer_state.stacks, stacks),
             inputs,
             transfer_state.weights | weights,
             frozen,

@@ -101,8 +101,8 @@ class LayeredState:
         shape = jax.tree.leaves(x)[0].shape
         if shards is None or len(shape) != len(shards.axes):
             return None  # such as factors
-        item = zip(shape, shards.divisions, strict=True)
-        return shards if all(n % parts == 0 for n, parts in item) else None
+        axes = zip(shape, shards.divisions, strict=True)
+        return shards if all(n % parts == 0 for n, parts in axes) else None
 
     def grouped(self, maximum: int | None = None) -> list[Group]:
         """Groups the leaves that are updated in slices, with about equal transfers."""

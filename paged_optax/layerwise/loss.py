@@ -101,8 +101,8 @@ def check_loss(function: str, output: PyTree) -> None:
             f"{function} returns a loss of shape {jnp.shape(loss)}: a loss is"
             " one number, such as its mean."
         )
-    index = loss.total if isinstance(loss, WeightedLoss) else loss
-    if not jnp.issubdtype(dtype := jnp.result_type(index), jnp.floating):
+    value = loss.total if isinstance(loss, WeightedLoss) else loss
+    if not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
         raise TypeError(
             f"{function} returns a loss of dtype {dtype}: a loss is a floating-point"
             " number, or it has no gradient."

@@ -96,8 +96,8 @@ class _Computation(NamedTuple):
 
 def _equations(program: Program) -> tuple[object, ...]:
     params = lambda e: () if e.primitive.name in FILLS else e.params
-    item = [(e.primitive, params(e), e.inputs, e.outputs) for e in program.eqns]
-    return tuple(item), program.outputs
+    eqns = [(e.primitive, params(e), e.inputs, e.outputs) for e in program.eqns]
+    return tuple(eqns), program.outputs
 
 
 class Roles:

@@ -175,17 +175,17 @@ def over_layers(
             (jnp.int32(length - 1), carry),
         )[1]
     layer = (lambda k: length - 1 - k) if backward else (lambda k: k)
-    iteration = lambda k, c: body(layer(k), layer(k + 1), c)
+    run = lambda k, c: body(layer(k), layer(k + 1), c)
     if not prefetches:
         trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
     elif makes_room:
-        trips, trip, left = length - 1, iteration, range(length - 1, length)
+        trips, trip, left = length - 1, run, range(length - 1, length)
     else:
         # A loop's carry has one buffer. With one layer an iteration, the next layer
         # could be fetched only after this layer is used. The last layers follow the
         # loop: XLA:GPU follows linear indices, and no clamped ones.
         trips = (length - 1) // 2
-        trip = lambda k, c: iteration(2 * k + 1, iteration(2 * k, c))
+        trip = lambda k, c: run(2 * k + 1, run(2 * k, c))
         left = range(2 * trips, length)
     carry = lax.while_loop(
         lambda c: c[0] < trips, lambda c: (c[0] + 1, trip(*c)), (jnp.int32(0), carry)

@@ -23,7 +23,7 @@ from paged_optax.layerwise.forward import (
     select,
 )
 from paged_optax.layerwise.loss import WeightedLoss, over
-from paged_optax.layerwise.residuals import Learned
+from paged_optax.layerwise.residuals import Learned, Saved
 from paged_optax.layerwise.slices import (
     Carry,
     LayerIndex,
@@ -97,8 +97,8 @@ class BackwardPass:
     ) -> "BackwardPass":
         """Runs the forward pass and the epilogue."""
         if forward is None:
-            item = _for_each if several else _for_one
-            forward = model.forward(weights, model.start(weights, rest, batch, item))
+            apply = _for_each if several else _for_one
+            forward = model.forward(weights, model.start(weights, rest, batch, apply))
         activations, context, stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         follows = learned(model, weights, rest, one)
@@ -195,9 +195,18 @@ class BackwardPass:
         """Computes the gradients of layer i, by its parameters and by its input."""
         weights, frozen = self.weights.of(slices)
         dx, dcontext = back
-        pull = lambda x, context, dx, dkept: self.model.pull_layer(
-            weights, frozen, x, context, self.learned, i, dx, dkept
-        )
+
+        def pull(
+            x: PyTree, context: PyTree, dx: list[Array], dkept: list[Array]
+        ) -> tuple[PyTree[Array], list[Array], list[Array]]:
+            args = weights, frozen
+            if isinstance(x, Saved):
+                backward = x.pull((*args, x.x, context, jnp.asarray(i)))
+            else:
+                learned = self.learned
+                backward, _ = self.model.linearized(*args, x, context, learned, i)
+            return backward((dx, dkept))
+
         add = lambda new: jax.tree.map(jnp.add, dcontext, new)
         narrow = lambda g: jax.tree.unflatten(
             self.weights.structure,

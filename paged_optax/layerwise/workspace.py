@@ -246,9 +246,9 @@ class GradientWorkspace:
         if host is not None:
             host = jax.tree.map(stored, placed, host)
         if pending is not None:
-            item = jax.tree.map(placed_shape, rest)
+            shapes = jax.tree.map(placed_shape, rest)
             stack = jax.tree.leaves(placed)[0]
-            pending = _nothing_pending(item, jax.tree.leaves(gradients), stack)
+            pending = _nothing_pending(shapes, jax.tree.leaves(gradients), stack)
         return dataclasses.replace(
             self, gradients=gradients, host=host, pending=pending
         )

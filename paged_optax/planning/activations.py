@@ -76,12 +76,12 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
         alike[layer[0], types].append(layer)
     of = lambda family: {n for layer in family for n in numbered[layer].values()}
     size = lambda family: nbytes([leaves[n][1] for n in of(family)])
-    maximum = max((x for x in alike.values() if len(x) > 1), key=size, default=None)
-    if maximum is None:
+    best = max((x for x in alike.values() if len(x) > 1), key=size, default=None)
+    if best is None:
         return None
-    prefix, index = min(maximum)
+    prefix, index = min(best)
     one = tuple(leaves[n] for n in numbered[prefix, index].values())
-    return Layers(len(maximum), one, others(of(maximum)), f"{prefix}{index}")
+    return Layers(len(best), one, others(of(best)), f"{prefix}{index}")
 
 
 def stacks_under(params: PyTree, key: str) -> frozenset[int]:
@@ -104,8 +104,8 @@ def _stacks(leaves: Sequence[NamedShape], key: str) -> tuple[list[int], int]:
     if len(lengths) != 1 or lengths == {()}:
         return [], 0
     # Matrices and vectors of a list of layers may begin with one width.
-    index = re.compile(rf"(^|/){re.escape(key)}/[^/\d]*\d+(/|$)")
-    listed = any(index.search(leaves[n][0]) for n in inner)
+    pattern = re.compile(rf"(^|/){re.escape(key)}/[^/\d]*\d+(/|$)")
+    listed = any(pattern.search(leaves[n][0]) for n in inner)
     if listed and max(len(leaves[n][1].shape) for n in inner) < 3:
         return [], 0
     return inner, lengths.pop()[0]

@@ -200,5 +200,5 @@ class Rates:
             return None
         worst, best = (operations / 1e12 / x for x in self.teraflops)
         apart, together = (moved / 1e9 / x for x in (self.link, self.bidirectional))
-        minimum = max(best, together) if overlapped else best + together
-        return minimum, worst + apart
+        lower = max(best, together) if overlapped else best + together
+        return lower, worst + apart

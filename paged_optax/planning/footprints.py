@@ -149,27 +149,30 @@ class Footprints:
         # One unit for all rows, to compare them.
         largest = max((max(row.device, row.host) for row in self.rows), default=0)
         unit, scale = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
-        index = lambda size: f"{size / 2**scale:.1f}"
+        format_size = lambda size: f"{size / 2**scale:.1f}"
         rows = [
             (
                 row.way,
-                *map(index, (row.device, row.host)),
+                *map(format_size, (row.device, row.host)),
                 f"{row.link_seconds:.2g}",
                 "yes" if self.fits(row) else "no",
-                index(self.left(row)),
+                format_size(self.left(row)),
             )
             for row in self
         ]
         labels = f"way, in {unit}", "device", "host", "link s", "fits", "left"
         yield table(labels, rows)
         parts = [(x.parameters, x.gradients, x.moments, x.scratch) for x in self]
-        rows = [(x.way, *map(index, part)) for x, part in zip(self, parts, strict=True)]
+        rows = [
+            (x.way, *map(format_size, part))
+            for x, part in zip(self, parts, strict=True)
+        ]
         labels = "on the device", "weights", "gradients", "moments", "scratch"
         yield table(labels, rows)
         if self.workload is not None:
             batch = f"{self.workload.batch} x {self.workload.length} tokens"
             timed = ("seconds a step",) if self.rows[0].seconds else ()
-            rows = [(x.way, index(x.activations), *_range(x)) for x in self]
+            rows = [(x.way, format_size(x.activations), *_range(x)) for x in self]
             yield table((batch, "activations", *timed), rows)
 
     def notes(self) -> str:
@@ -199,25 +202,23 @@ class Footprints:
         """The way to choose, its seconds and its code; empty without a batch."""
         if self.workload is None:
             return ""
-        subset = self.choice
-        if subset is None:
-            minimum = max(self.rows, key=self.left)
-            missing = readable_bytes(max(0, -self.left(minimum)))
+        best = self.choice
+        if best is None:
+            lowest = max(self.rows, key=self.left)
+            missing = readable_bytes(max(0, -self.left(lowest)))
             fitting = [f" {row.way} fits." for row in self.fitting[:1]]
             return wrap_text(
-                f"Nothing fits: {minimum.way} takes the least of the device, and"
+                f"Nothing fits: {lowest.way} takes the least of the device, and"
                 f" {missing} too much. Fewer or shorter sequences take less, as"
                 f" micro-batches too.{_savings(self.workload)}{''.join(fitting)}"
             )
-        size, maximum = readable_bytes(subset.device), readable_bytes(self.available)
-        text = f"Choose {subset.way}: the fastest that fits, {size} of {maximum}"
-        text += "".join(f", {x} seconds a step" for x in _range(subset)) + "."
-        if not subset.seconds:
+        size, maximum = readable_bytes(best.device), readable_bytes(self.available)
+        text = f"Choose {best.way}: the fastest that fits, {size} of {maximum}"
+        text += "".join(f", {x} seconds a step" for x in _range(best)) + "."
+        if not best.seconds:
             text += " Its seconds need the rate of products: a card, or TFLOP/s."
         fused = self.workload.fused_head
-        code = training_code(
-            subset.way, self.inner, self.arguments, fused, self.devices
-        )
+        code = training_code(best.way, self.inner, self.arguments, fused, self.devices)
         return f"{wrap_text(text)}\n\n{code}"
 
     def _pool_notes(self) -> Iterator[str]:
@@ -239,8 +240,8 @@ class Footprints:
         if taken is not None and limited >= taken:
             yield text
             return
-        minimum = readable_bytes(limited)
-        yield f"{text} With this, before JAX starts, the pool takes {minimum}:"
+        pool = readable_bytes(limited)
+        yield f"{text} With this, before JAX starts, the pool takes {pool}:"
         yield f"export {pinned_pool.POOL_LIMIT}={gigabytes}"
 
     def _share_notes(self) -> Iterator[str]:
@@ -341,8 +342,8 @@ def _savings(workload: Workload) -> str:
     blocks, fused = workload.score_blocks > 1, workload.fused_head
     if blocks:
         return "" if fused else " A head by linear_cross_entropy takes less."
-    remaining = "" if fused else " and a head by linear_cross_entropy"
-    return f" Scores in blocks{remaining} take less."
+    head = "" if fused else " and a head by linear_cross_entropy"
+    return f" Scores in blocks{head} take less."
 
 
 def _range(row: Footprint) -> tuple[str, ...]:

@@ -130,8 +130,8 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     fields = _decoder_fields(path)
     entries, kind = fields.entries, fields.entries.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
-        remaining = "other models: --module, or their weights"
-        raise fields.wrong("model_type", f"one of {', '.join(_DEFAULTS)}; {remaining}")
+        hint = "other models: --module, or their weights"
+        raise fields.wrong("model_type", f"one of {', '.join(_DEFAULTS)}; {hint}")
     default = _DEFAULTS[kind]
     size = lambda name: fields.number(name, default.sizes.get(name))
     hidden, heads = size("hidden_size"), size("num_attention_heads")

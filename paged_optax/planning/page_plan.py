@@ -233,8 +233,8 @@ class PagePlan:
         if self.devices > 1:
             title = f"each of {self.devices} devices"
             sharing = min(self.devices, self.devices_per_host)
-            item = f"moments on a host of {sharing} devices"
-            totals.append((item, readable_bytes(self.bytes_per_host)))
+            label = f"moments on a host of {sharing} devices"
+            totals.append((label, readable_bytes(self.bytes_per_host)))
         totals.append(("host memory at a save", readable_bytes(self.save_bytes)))
         labels = ("moments", "shape", "dtype", "where", "pages", "bytes")
         texts = table(labels, rows), table((title, ""), totals)

@@ -45,9 +45,9 @@ def warn_of_lost_state(flat: Flat, first: int, frozen: PyTree) -> None:
     sources = lambda x: computed.get(x, frozenset([x if x in numbers else -1]))
     draws: list[_Sources] = []
     for e in flat.eqns:
-        item = [_NONE if isinstance(x, Constant) else sources(x) for x in e.inputs]
-        draws += () if e.traced is None else _draws(e.traced, item)
-        computed.update(dict.fromkeys(e.outputs, _NONE.union(*item)))
+        operands = [_NONE if isinstance(x, Constant) else sources(x) for x in e.inputs]
+        draws += () if e.traced is None else _draws(e.traced, operands)
+        computed.update(dict.fromkeys(e.outputs, _NONE.union(*operands)))
     outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
     kind = lambda x: (flat.avals[x].shape, flat.avals[x].dtype)
     is_new = lambda n: any(

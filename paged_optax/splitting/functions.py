@@ -87,8 +87,8 @@ class Functions:
     ) -> Array:
         rows = [None if x is None else next(results) for x in operands]
         # Layers that need no row get any row, because rows are stacked.
-        empty = next(row for row in rows if row is not None)
-        rows = [empty if row is None else row for row in rows]
+        like = next(row for row in rows if row is not None)
+        rows = [like if row is None else row for row in rows]
         _, dtype = next(
             get_aval(self.pieces.flat, x) for x in operands if x is not None
         )

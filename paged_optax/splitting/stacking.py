@@ -75,8 +75,8 @@ class Stacking:
                     f" {x.shape}, and the model that split_layers was given has {count}"
                     " layers: pass the stacks of all of them."
                 )
-            item = unstack_leaf(x, count, stack.axis)
-            for n, part in zip(stack.leaves, item, strict=True):
+            slices = unstack_leaf(x, count, stack.axis)
+            for n, part in zip(stack.leaves, slices, strict=True):
                 leaves[n] = part
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
         for n, x in zip(self.rest.values(), rest, strict=True):

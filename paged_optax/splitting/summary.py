@@ -41,8 +41,8 @@ def summary(loss: Loss, split: SplitLoss) -> str:
         rows.append(("kept of each layer", _types(pieces.kept), kept))
     for other in split.others:
         frozen = all(loss.leaves[n][0] for n in other.leaves)
-        full = "frozen" if frozen else "with their gradients"
-        words = f"{other.shown}, {other.length} layers, {full}"
+        how = "frozen" if frozen else "with their gradients"
+        words = f"{other.shown}, {other.length} layers, {how}"
         rows.append(("held whole", words, readable_bytes(other.nbytes(flat.avals))))
     values, fixed = _activations(pieces, len(loss.leaves))
     hints: list[str] = []
@@ -75,8 +75,8 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
         stacks = [x for (is_frozen, _), x in stacks if is_frozen == frozen]
         if stacks:
             size = nbytes([avals[n] for stack in stacks for n in stack.leaves])
-            item = f"{count} x {readable_bytes(size // count)}"
-            yield f"{word}, of each layer", f"{len(stacks)} arrays", item
+            text = f"{count} x {readable_bytes(size // count)}"
+            yield f"{word}, of each layer", f"{len(stacks)} arrays", text
         rest = [n for n, (is_frozen, _) in enumerate(leaves) if is_frozen == frozen]
         rest = [n for n in rest if n not in stacked]
         if rest:

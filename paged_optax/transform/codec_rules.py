@@ -145,8 +145,8 @@ def coded_moments(
             continue
         rule, by_name = _last_match(rules, named_by, name, parameters[param_index])
         if rule not in (None, "float32"):
-            item = rule, by_name, name, parameters[param_index], avals[index]
-            moments[index] = CodedMoment(*item)
+            choice = rule, by_name, name, parameters[param_index], avals[index]
+            moments[index] = CodedMoment(*choice)
     return moments
 
 

@@ -247,8 +247,8 @@ class LeafStreams:
             moves = [self.moves[param_index] for param_index in range(len(self.gates))]
             return list(map(choose_by, moves, values, self.counts[index]))
         # Results of a leaf's program are chosen already.
-        subset = any(index in x.outputs for x in self.analysis.leaf_updates)
-        if subset or new is self.arguments[index]:
+        is_output = any(index in x.outputs for x in self.analysis.leaf_updates)
+        if is_output or new is self.arguments[index]:
             return new
         return self._gated(index, new)
 

@@ -42,9 +42,10 @@ def arranged_like(
     part: StoredOrShape, codec: Codec, shape: tuple[int, ...]
 ) -> Codec | None:
     """Returns a codec as it stores an encoded part; None: in no known arrangement."""
-    item = (arranged(codec, shape, full) for full in _wholes(shape))
+    candidates = (arranged(codec, shape, full) for full in _wholes(shape))
     return next(
-        (x for x in item if layout_kinds(x.stored(shape)) == layout_kinds(part)), None
+        (x for x in candidates if layout_kinds(x.stored(shape)) == layout_kinds(part)),
+        None,
     )
 
 

@@ -83,14 +83,14 @@ def parameter_of(
     Returns:
       For each state leaf the position of its parameter; None if it has none.
     """
-    index = {tuple(path): i for i, path in enumerate(parameter_paths)}
-    lengths = sorted({len(path) for path in index}, reverse=True)
+    indices = {tuple(path): i for i, path in enumerate(parameter_paths)}
+    lengths = sorted({len(path) for path in indices}, reverse=True)
     # For each leaf the trees that may have the parameters' structure, outermost first.
     candidates = [
         {
-            tuple(path[:start]): index[end]
+            tuple(path[:start]): indices[end]
             for start in (len(path) - n for n in lengths)
-            if start >= 0 and (end := tuple(path[start:])) in index
+            if start >= 0 and (end := tuple(path[start:])) in indices
         }
         for path in state_paths
     ]
