@@ -84,17 +84,11 @@ _WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Pages of one leaf on each kind of backend.
-
-    Attributes:
-      gpu: On a GPU.
-      tpu: On a TPU.
-      cpu: On a CPU, which has no link: leaves that share pages would only be copied.
-    """
+    """Pages of one leaf on each kind of backend."""
 
     gpu: Pages
     tpu: Pages
-    cpu: Pages
+    cpu: Pages  # without a link: leaves that share pages would only be copied
 
     def on(self, platform: str) -> Pages:
         """Returns the pages on `"gpu"` or `"tpu"`; a GPU's for `"cpu"`."""
@@ -132,9 +126,6 @@ def cut(
       like_leaves: Number of leaves of this kind, this one included.
       spare_bytes: Bytes of one moment's page for which the device has memory anyway.
       isolate: True if leaves are isolated even if there is memory.
-
-    Returns:
-      The geometry.
     """
     by_latency = page_size is None
     page_size = LARGEST_PAGE if page_size is None else page_size

@@ -114,22 +114,14 @@ def coded_moments(
     params: PyTree[ArrayOrShape],
     param_indices: Sequence[int | None],
 ) -> list[CodedMoment | None]:
-    """Returns the moments of a state that rules name a codec for.
+    """Returns the moments of a state that rules name a codec for, None for others.
 
-    Args:
-      rules: From `check`. If several apply to a moment, the last one wins. A key that
-        names a moment names no parameter. A key that is a parameter's path is no
-        pattern.
-      state: The transformation's own state.
-      params: The parameters.
-      param_indices: For each leaf of the state its parameter, or None.
-
-    Returns:
-      For each leaf the moment, or None.
-
-    Raises:
-      ValueError: If a rule names nothing.
+    If several rules apply to a moment, the last one wins. A key that names a moment
+    names no parameter. A key that is a parameter's path is no pattern. Raises
+    `ValueError` if a rule names nothing.
     """
+    if not rules:
+        return [None] * len(param_indices)
     parameter_paths, _ = leaf_paths(params)
     parameters = [path_name(path) for path in parameter_paths]
     state_paths, avals = leaf_paths(state)

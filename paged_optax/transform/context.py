@@ -31,17 +31,15 @@ class Visitor:
 
     A visited `init` fills its moments with zeros, which are fast to trace, and does not
     warn.
-
-    Attributes:
-      init: Receives the `NewState` of every paged `init`.
-      update: Receives the `PendingUpdate` of every paged `update`, and returns its
-        results; None: updates run as usual.
-      mesh: The devices of parameters that are types: every paged `init` remembers their
-        shardings, as for arrays. None: it does not.
     """
 
+    # Receives the `NewState` of every paged `init`.
     init: Callable[[Any], None] | None = None
+    # Receives the `PendingUpdate` of every paged `update`, and returns its results;
+    # None: updates run as usual.
     update: Callable[[Any], tuple[PyTree, PyTree]] | None = None
+    # The devices of parameters that are types: every paged `init` remembers their
+    # shardings, as for arrays. None: it does not.
     mesh: Mesh | None = None
 
 
@@ -54,42 +52,29 @@ UNPAGED = Visitor(update=operator.methodcaller("unpaged"))
 
 @dataclasses.dataclass(frozen=True)
 class TraceContext:
-    """Options of the paged transformations inside a call.
+    """Options of the paged transformations inside a call."""
 
-    Attributes:
-      gate: True if updates happen.
-      restart: True if an update ends with the state that `init` makes.
-      fetched: True if the moments of an update are on the device on purpose.
-      spare_bytes: Bytes that a page may have without raising the peak of memory.
-      isolate: True if leaves are isolated even if there is memory for them. A leaf's
-        moments are then written while another leaf's are read, and XLA:GPU does not
-        hold two more layers of weights from the host (jax 0.12.0.1, Llama-3-8B on a T4:
-        0.85 GiB).
-      layer: The layer of the moments; None outside of a stack of layers.
-      plain: True if `init` and `update` call the inner transformation alone.
-      stacks: Paths of parameters and the numbers of their stacks. The moments of a
-        stack stay on the device, or none of them.
-      paged: True if the caller is a paged transformation, which pages its inner state.
-      visitor: A visitor of all paged transformations, or None.
-      places: The shardings of the leaves of a step's arguments, for its trace; None for
-        a leaf on one device. Empty if all are.
-      shardings: Shardings of a traced step's arguments, by the `id` of their tracers,
-        with explicit axes that were made automatic. It is no part of JAX's keys: these
-        tracers occur only in the step's own trace and in its analysis, which are not
-        cached.
-    """
-
-    gate: Gate = True
-    restart: Gate = False
-    fetched: bool = False
-    spare_bytes: int = 0
+    gate: Gate = True  # updates happen
+    restart: Gate = False  # an update ends with the state that `init` makes
+    fetched: bool = False  # the moments of an update are on the device on purpose
+    spare_bytes: int = 0  # that a page may have without raising the peak of memory
+    # Leaves are isolated even if there is memory for them. A leaf's moments are then
+    # written while another leaf's are read, and XLA:GPU does not hold two more layers
+    # of weights from the host (jax 0.12.0.1, Llama-3-8B on a T4: 0.85 GiB).
     isolate: bool = False
-    layer: ArrayLike | None = None
-    plain: bool = False
+    layer: ArrayLike | None = None  # of the moments; None outside of a stack of layers
+    plain: bool = False  # `init` and `update` call the inner transformation alone
+    # Paths of parameters and the numbers of their stacks. The moments of a stack stay
+    # on the device, or none of them.
     stacks: tuple[tuple[KeyPath, int], ...] = ()
-    paged: bool = False
+    paged: bool = False  # the caller is a paged transformation
     visitor: Visitor | None = None
+    # The shardings of the leaves of a step's arguments, for its trace; None for a leaf
+    # on one device. Empty if all are.
     places: tuple[Sharding | None, ...] = ()
+    # Shardings of a traced step's arguments, by the `id` of their tracers, with
+    # explicit axes that were made automatic. It is no part of JAX's keys: these tracers
+    # occur only in the step's own trace and in its analysis, which are not cached.
     shardings: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
 
 

@@ -61,38 +61,28 @@ def any_gate(gates: Sequence[Gate]) -> Gate:
     return functools.reduce(jnp.logical_or, traced.values())
 
 
-def all_gates(active: PyTree, updates: PyTree) -> list[Gate] | None:
+def all_gates(active: PyTree, updates: PyTree) -> list[Gate]:
     """Returns the gate of each gradient.
 
-    Args:
-      active: A pytree of bools, static or traced, of the gradients' structure or a
-        prefix of it; None for all.
-      updates: The gradients.
-
-    Returns:
-      One gate for each gradient, which combines `active` with `only_if`; None if every
-      gate is known to be open.
+    A gate combines `active`, see `paged`, with `only_if`: wrappers around do not
+    forward `active`.
 
     Raises:
       ValueError: If `active` is no prefix of the gradients' structure.
       TypeError: If one of its leaves is not a bool.
     """
-    # Set by wrappers around, which do not forward `active`.
     ambient = current().gate
-    if active is None and ambient is True:
-        return None
     gate_of = lambda path, gate: and_gates(ambient, _gate(path, gate))
     active = True if active is None else active
     gate_tree = jax.tree_util.tree_map_with_path(gate_of, active)
     try:
-        gates = jax.tree.leaves(jax.tree.broadcast(gate_tree, updates))
+        return jax.tree.leaves(jax.tree.broadcast(gate_tree, updates))
     except ValueError as error:
         raise ValueError(
             f"active={jax.tree.structure(active)} is neither a bool nor a tree of bools"
             " of the gradients' structure or a prefix of it: pass one bool for each"
             " parameter, or for each group of them."
         ) from error
-    return None if all(gate is True for gate in gates) else gates
 
 
 def _gate(path: KeyPath, gate: object) -> Gate:

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
@@ -26,7 +27,7 @@ from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.precision import counted, in_float32, with_master_weights
 from paged_optax.transform.remainders import with_master_remainders
-from paged_optax.transform.update import Update
+from paged_optax.transform.update import stream_update, update
 
 
 def paged(
@@ -195,8 +196,11 @@ def paged(
         ParameterShardings(shardings),
         on_moved,
     )
+    streamed = functools.partial(stream_update, transformation)
+    jitted = jax.jit(streamed, static_argnames="traced")
     return optax.GradientTransformationExtraArgs(
-        functools.partial(init, transformation), Update(transformation).update
+        functools.partial(init, transformation),
+        functools.partial(update, transformation, jitted),
     )
 
 

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import LeafUpdate
+from paged_optax.analysis.program import Evaluation, LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
@@ -24,53 +25,42 @@ from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import sharing, uncut
 from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
-from paged_optax.transform.groups import divided_as, loop_key
+from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.init import NewState
 from paged_optax.transform.paged_transformation import PagedTransformation
-from paged_optax.transform.trees import arrays_and_rest, leaf_paths
+from paged_optax.transform.trees import (
+    StoredOrShape,
+    Value,
+    arrays_and_rest,
+    leaf_paths,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """One leaf of a paged state, as planned.
+    """One leaf of a paged state, as planned."""
 
-    Attributes:
-      path: Its path in the state.
-      shape: Its shape; on a mesh, the shape of one device's shard.
-      dtype: Its dtype.
-      bytes: Its bytes, or the bytes of one device's shard.
-      on_host: True if it lives in host memory.
-      pages: Its pages; 1 if it travels whole; 0 on the device.
-      page_bytes: Bytes of one page.
-      leaf: A number common to moments that share pages.
-      in_flight: Most of its pages on the device. Two are read and written; a third is
-        computed if the moment is coded, or if the page is a whole leaf. On a GPU the
-        only moment of a parameter has three, or four if it travels both ways. The
-        widest moment has one more if narrower ones are converted to its dtype.
-      beside: Bytes of its scales or codes, if they travel whole and not in pages.
-      refused: Reason why a moment larger than a page cannot be paged on this backend,
-        and the way out; empty if it can.
-      bidirectional: True if one page of it is read while another is written.
-      small: True if it stays on the device because it is under `min_paged_size`.
-      elementwise: True if its update is element-wise.
-      uncoded: True if it is too small for the codec of its rule.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # in the state
+    shape: tuple[int, ...]  # on a mesh, of one device's shard
     dtype: str
-    bytes: int
+    bytes: int  # on a mesh, of one device's shard
     on_host: bool
-    pages: int
-    page_bytes: int
-    leaf: int
+    pages: int  # 1 if it travels whole; 0 on the device
+    page_bytes: int  # bytes of one page
+    leaf: int  # a number common to moments that share pages
+    # Most of its pages on the device. Two are read and written; a third is computed if
+    # the moment is coded, or if the page is a whole leaf. On a GPU the only moment of a
+    # parameter has three, or four if it travels both ways. The widest moment has one
+    # more if narrower ones are converted to its dtype.
     in_flight: int = 2
-    beside: int = 0
+    beside: int = 0  # bytes of its scales or codes, if they travel whole
+    # Reason why a moment larger than a page cannot be paged on this backend, and the
+    # way out; empty if it can.
     refused: str = ""
-    bidirectional: bool = False
-    small: bool = False
-    elementwise: bool = True
-    uncoded: bool = False
+    bidirectional: bool = False  # one page of it is read while another is written
+    small: bool = False  # it stays on the device because it is under `min_paged_size`
+    elementwise: bool = True  # its update is element-wise
+    uncoded: bool = False  # it is too small for the codec of its rule
 
     @property
     def stays(self) -> str:
@@ -158,51 +148,18 @@ def planned_moments(
       state: The new state.
       params: The shapes and dtypes of the parameters.
       extra: Extra arguments of `update`.
-
-    Returns:
-      One description for each leaf of the state.
     """
     paged, layout, stays = state.paged, state.layout, state.stays
-    extras = arrays_and_rest({"extra_args": extra})
-    analysis, _ = paged.analyse(
-        params, layout.shapes, layout.param_indices, params, *extras
-    )
-    parameters = jax.tree.leaves(params)
-    first, leaves = len(parameters), layout.leaves
-    state_paths, avals = leaf_paths(layout.shapes)
-    leaf_shape = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
-    groups: dict[Hashable, list[_StreamedMoments]] = {}
-    for leaf in analysis.leaf_updates:
-        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
-        formats = {
-            i: MomentFormat(
-                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
-            )
-            for i in numbers
-            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
-        }
-        shards = divided_as(leaf, parameters, layout.parameter_shards)
-        dtype = None if leaf.param_index is None else parameters[leaf.param_index].dtype
-        shared = [i for i in leaf.inputs if leaf_shape.get(i) != leaf.shape]
-        key = loop_key(
-            analysis,
-            leaf,
-            [*formats.values()],
-            shards,
-            shared,
-            singly=paged.per_parameter_steps,
-        )
-        streamed = _StreamedMoments(leaf, formats, shards, dtype)
-        groups.setdefault((key, dtype), []).append(streamed)
-    geometry, index = _geometry(paged, groups.values(), memory.platform())
-    elementwise = analysis.elementwise
+    groups, elementwise = _grouped(state, params, extra)
+    geometry, index = _geometry(paged, groups, memory.platform())
     moments = []
+    state_paths, _ = leaf_paths(layout.shapes)
     small = layout.small(paged.min_paged_size)
     coded = coded_moments(paged.rules, layout.shapes, params, layout.param_indices)
     for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
         x, codec, shape = leaf.aval, leaf.codec, leaf.local
         unstreamed = index + i, uncut(x.shape).gpu, False, 3
-        index, pages, both, flying = geometry.get(i, unstreamed)
+        number, pages, both, flying = geometry.get(i, unstreamed)
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
         parts = PagedArray.create(stored, pages, codec, on_host=not stays[i]).parts
         preloaded = [part for part in parts if part.preloaded]
@@ -216,17 +173,59 @@ def planned_moments(
                 on_host=not stays[i],
                 pages=0 if stays[i] else max(1, pages.count),
                 page_bytes=0 if stays[i] else _page_bytes(pages, x),
-                leaf=index,
+                leaf=number,
                 in_flight=flying if codec is None else 3,
                 beside=sum(map(layout_bytes, preloaded)),
                 refused=state.refused.get(i, "" if stays[i] else reason),
                 bidirectional=both and not stays[i],
                 small=leaf.size is not None and small[i],
-                elementwise=first + i in elementwise,
+                elementwise=i in elementwise,
                 uncoded=codec is None and (y := coded[i]) is not None and y.small,
             )
         )
     return moments
+
+
+def _grouped(
+    state: NewState, params: PyTree[jax.ShapeDtypeStruct], extra: Mapping[str, PyTree]
+) -> tuple[list[list["_StreamedMoments"]], set[int]]:
+    """Groups moments as `update` does, and returns the element-wise ones' positions."""
+    layout, stays, parameters = state.layout, state.stays, jax.tree.leaves(params)
+    first, leaves = len(parameters), layout.leaves
+    extras, static = arrays_and_rest({"extra_args": extra})
+    analysis, constants = state.paged.analyse(
+        params, layout.shapes, layout.param_indices, params, extras, static
+    )
+    groups: list[list[_StreamedMoments]] = []
+
+    def streamed(leaf: LeafUpdate, shards: Shards | None) -> _StreamedMoments:
+        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
+        formats = {
+            i: MomentFormat(
+                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
+            )
+            for i in numbers
+            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
+        }
+        dtype = None if leaf.param_index is None else parameters[leaf.param_index].dtype
+        return _StreamedMoments(leaf, formats, shards, dtype)
+
+    def group(stored: list[StoredOrShape], *others: Sequence[Value]) -> None:
+        gradients, *remaining = others
+        place = lambda x, stays: x if stays else jax.device_put(x, memory.HOST)
+        args = [*gradients, *map(place, stored, stays), *itertools.chain(*remaining)]
+        counts = {first + i: [args[first + i]] * first for i in layout.counts}
+        moves = dict.fromkeys([None, *range(first)], True)
+        streams = LeafStreams(analysis, layout, args, counts, [True] * first, moves)
+        _, grouped = streams.grouped(Evaluation(analysis, args, constants, counts))
+        groups.extend(
+            [streamed(analysis.leaf_updates[i], x.shards) for i, x in members.items()]
+            for _, members in grouped
+        )
+
+    stored = [leaf.stored for leaf in leaves]
+    jax.eval_shape(group, stored, parameters, parameters, extras)
+    return groups, {i - first for i in analysis.elementwise}
 
 
 class _StreamedMoments(NamedTuple):
