@@ -173,20 +173,20 @@ def on_shards(
 ) -> list[tuple[PyTree[Array], ...]]:
     """Calls a function on every device, with its shards of leaves.
 
+    It gets the leaves, the trip count, the shard's random words, and the offset in the
+    flattened leaf of its first value. A shard that is no range of the flattened leaf
+    has offset 0, and random words of its own. Arrays of other shapes than the leaf's
+    are replicated.
+
     Args:
-      function: A function of the leaves, the trip count, the shard's random words, and
-        the offset in the flattened leaf of its first value. A shard that is no range of
-        the flattened leaf has offset 0, and random words of its own.
+      function: The function.
       shards: The division of a leaf.
-      leaves: Arrays of the leaves' shape, or of others, which are replicated.
+      leaves: The arrays of each leaf.
       codecs: The codec of each array of a leaf, or None.
       local: The shape of a shard.
       results: The codec of each result of a leaf, and an array of its kind.
       trip_count: Passed on, replicated.
       random_bits: The random words of stochastic rounding, replicated.
-
-    Returns:
-      The results of each leaf, whole.
     """
     spec = lambda x, codec: shards.spec_of(codec, x, local)
     result_codecs = [codec for codec, _ in results]

@@ -52,20 +52,19 @@ def stream(
 ) -> list[Arrays]:
     """Runs a program over leaves of one shape, page by page, in place.
 
+    A leaf has the program's arguments, in host or device memory, then any further
+    buffers to overwrite. Arrays of the leaf's shape are paged; others (scalars) are
+    shared by all leaves, and every page gets them whole. The new arrays of each leaf
+    are in the order of the results, each in the memory of the array it replaces.
+
     Args:
-      leaves: For each leaf the program's arguments, in host or device memory, then any
-        further buffers to overwrite. Arrays of the leaf's shape are paged; others
-        (scalars) are shared by all leaves, and every page gets them whole.
+      leaves: The arrays of each leaf.
       trip_count: 1 to update the leaves; 0 to skip them, moving nothing. None always
         updates.
       random_bits: For each result the random words of stochastic rounding, or None.
       leaf: The program, and the storage of a leaf's arrays.
       geometry: The cut of a leaf, or of one shard of it.
       shards: The division of a leaf over a mesh: each device pages its own shard.
-
-    Returns:
-      For each leaf the new arrays, in the order of the results, each in the memory
-      space of the array it replaces.
     """
     update = _stream_jitted
     if shards is not None:
@@ -164,19 +163,8 @@ def fill(
 ) -> Stored:
     """Makes one leaf, page by page, so that it never exists on the device.
 
-    Args:
-      arrays: The program's arguments.
-      random_bits: The random words of stochastic rounding, or None.
-      program: The computation of a page; its only result is the leaf.
-      geometry: The cut of the leaf, or of one shard of it.
-      dtype: The leaf's dtype, as the program computes it.
-      codec: Its codec, or None.
-      host: True if it is allocated in host memory.
-      shards: The division of the leaf over a mesh: each device makes its own shard.
-      axes: The axes along which the leaf varies, within a `jax.shard_map`.
-
-    Returns:
-      The leaf.
+    The program's only result is the leaf, computed in `dtype`. Within a `jax.shard_map`
+    the leaf varies along `axes`. Over a mesh each device makes its own shard.
     """
 
     def run(

@@ -48,19 +48,12 @@ LeafKey = tuple[tuple[str, ...], str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-      node: The path of its Optax state.
-      field: The name of its field there: `"mu"`, `"count"`.
-      parameter: The path of its parameter; `()` outside the parameters' structure.
-      value: The array, or the arrays in which a codec stores it.
-    """
-
-    node: KeyPath
-    field: str
-    parameter: KeyPath
-    value: PyTree[ArrayOrShape]
+    node: KeyPath  # the path of its Optax state
+    field: str  # the name of its field there: `"mu"`, `"count"`
+    parameter: KeyPath  # `()` outside the parameters' structure
+    value: PyTree[ArrayOrShape]  # the array, or those in which a codec stores it
 
     @property
     def key(self) -> LeafKey:
@@ -166,21 +159,14 @@ def pageable(state_leaves: Iterable[StateLeaf]) -> list[bool]:
     state_leaves = list(state_leaves)
     moments = [x for x in state_leaves if x.is_moment]
     paged = [x for x in moments if on_host(x.value)]
-    params, fields = (
-        {x.parameter for x in paged},
-        {(x.node, x.field) for x in paged},
-    )
+    params = {x.parameter for x in paged}
+    fields = {(x.node, x.field) for x in paged}
     stay = {(x.node, x.field) for x in moments if x.parameter in params} - fields
     return [x.is_moment and (x.node, x.field) not in stay for x in state_leaves]
 
 
 class Parameters:
-    """Parameters, indexed by the paths of their groups.
-
-    Args:
-      paths: Key paths of the parameters.
-      where: The tree that has them, for messages.
-    """
+    """Parameters, indexed by the paths of their groups; `where` is for messages."""
 
     def __init__(self, paths: Iterable[KeyPath], where: str = "the state"):
         self._where = where
@@ -191,11 +177,7 @@ class Parameters:
                 self._groups.setdefault(names[:n], []).append(path)
 
     def group(self, path: Path) -> list[KeyPath]:
-        """Returns the parameters that a path leads to.
-
-        Raises:
-          ValueError: If there are none, or if a string matches several groups.
-        """
+        """Returns the parameters that a path leads to; raises if there are none."""
         if isinstance(path, tuple):
             group = self._groups.get(key_names(path), [])
         else:
@@ -211,23 +193,15 @@ class Parameters:
         )
 
     def one(self, path: Path) -> KeyPath:
-        """Returns the parameter that a path leads to.
-
-        Raises:
-          ValueError: If there is none, or several.
-        """
+        """Returns the parameter that a path leads to; raises if there are several."""
         group = self.group(path)
         if len(group) == 1:
             return group[0]
-        names = [path_name(x) for x in group]
-        label = [
-            repr(name) if names.count(name) == 1 else str(x)
-            for name, x in zip(names[:3], group, strict=False)
-        ]
-        label += ["..."] * (len(group) > 3)
+        names = ", ".join([repr(path_name(x)) for x in group[:3]])
+        more = ", ..." if len(group) > 3 else ""
         raise ValueError(
             f"path={path_name(path).strip('/')!r} leads to {len(group)} parameters"
-            f" ({', '.join(label)}): name one."
+            f" ({names}{more}): name one."
         )
 
     def _matching(self, path: str) -> list[KeyPath]:

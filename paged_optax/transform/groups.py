@@ -22,8 +22,7 @@ from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.transform.checks import check_not_merged
-from paged_optax.transform.context import current
-from paged_optax.transform.gates import Gate, choose_by
+from paged_optax.transform.context import Gate, choose_by, current
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import Value
 

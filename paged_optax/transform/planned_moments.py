@@ -77,15 +77,8 @@ def recorded(
 ) -> list[tuple[PagedTransformation, Describe]]:
     """Returns every paged transformation inside `tx`: chained, masked, injected.
 
-    Args:
-      tx: The transformation; it is initialised on shapes alone.
-      params: The parameters, or their `ShapeDtypeStruct`s.
-
-    Returns:
-      Each, and a function that describes its moments.
-
-    Raises:
-      ValueError: If nothing in `tx` is paged.
+    With each is a function that describes its moments. `tx` is initialised on shapes
+    alone. Raises `ValueError` if nothing in it is paged.
     """
     calls: list[tuple[PagedTransformation, Describe]] = []
 
@@ -142,13 +135,7 @@ _WHOLE = (
 def planned_moments(
     state: NewState, params: PyTree[jax.ShapeDtypeStruct], extra: Mapping[str, PyTree]
 ) -> list[Moment]:
-    """Describes the placement and the pages of each moment.
-
-    Args:
-      state: The new state.
-      params: The shapes and dtypes of the parameters.
-      extra: Extra arguments of `update`.
-    """
+    """Describes the placement and the pages of each moment; `extra`: of `update`."""
     paged, layout, stays = state.paged, state.layout, state.stays
     groups, elementwise = _grouped(state, params, extra)
     geometry, index = _geometry(paged, groups, memory.platform())
@@ -261,10 +248,8 @@ def _geometry(
 ) -> tuple[dict[int, tuple[int, Pages, bool, int]], int]:
     """Returns the pages of moments, by their positions among the state's leaves.
 
-    Returns:
-      For each moment the number common to moments that share pages, its pages, whether
-      they travel both ways, and the most of them on the device; and the count of
-      numbers.
+    Each has the number common to moments that share pages, its pages, whether they
+    travel both ways, and the most of them on the device. Last is the count of numbers.
     """
     geometry: dict[int, tuple[int, Pages, bool, int]] = {}
     index = 0

@@ -106,18 +106,13 @@ class StoredLeaf:
 
     def read(self, stored: PyTree) -> StoredOrShape:
         """Returns a coded moment, from any container that a restore made."""
-        if isinstance(self.stored, Quantized) and (names := codec_fields(stored)):
-            name = of_one_part(names[0]) if in_shard_map() else names[0]
-            # Before containers named the codec, the field was called `codes`.
-            if name not in (self.codes_field, "codes"):
-                raise OtherLayoutError(
-                    f"the state has a field {names[0]!r}, where codec {self.codec!r}"
-                    f" stores a moment of shape {self.aval.shape} in"
-                    f" {self.codes_field!r}: pass the codec and the parameters that the"
-                    " state was made with, divided as they were, or make the state with"
-                    " this transformation's own init."
-                )
-        if _layout_kinds(stored) != _layout_kinds(self.stored):
+        fields = codec_fields(stored) if isinstance(self.stored, Quantized) else ()
+        # Before containers named the codec, the field was called `codes`.
+        field = fields[0] if fields else "codes"
+        if in_shard_map():
+            field = of_one_part(field)
+        alike = _layout_kinds(stored) == _layout_kinds(self.stored)
+        if not alike or (field != "codes" and field != self.codes_field):
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
                 f" {self.codec!r} stores {self.stored}: pass the codec that the state"

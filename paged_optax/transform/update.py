@@ -42,8 +42,7 @@ from paged_optax.transform.checks import (
     note_elsewhere,
     warn_of_multi_steps,
 )
-from paged_optax.transform.context import current, without
-from paged_optax.transform.gates import Gate, all_gates, any_gate
+from paged_optax.transform.context import Gate, all_gates, any_gate, current, without
 from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.process_agreement import Said, said_of
@@ -132,20 +131,11 @@ def update(
     active: PyTree = None,
     **extra_args: object,
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Streams moments through the device.
+    """Streams moments through the device; `active`: see `paged`.
 
-    Args:
-      paged: The transformation.
-      jitted: `stream_update` of it as a program of its own, for concrete arrays.
-      updates: The gradients.
-      state: The state.
-      params: The parameters, or None.
-      active: A bool for each parameter, see `paged`.
-      **extra_args: Extra arguments of `inner`.
-
-    Returns:
-      The updates, divided over a mesh as the parameters are, or without parameters as
-      the gradients are; and the new state.
+    `jitted` is `stream_update` as a program of its own, for concrete arrays. Updates
+    are divided over a mesh as the parameters are, or without parameters as the
+    gradients are.
     """
     check_not_nested()
     context = current()
