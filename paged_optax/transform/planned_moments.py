@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import Evaluation, LeafUpdate
+from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
@@ -27,9 +27,9 @@ from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.init import NewState
-from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.trees import (
     StoredOrShape,
+    Traceable,
     Value,
     arrays_and_rest,
     leaf_paths,
@@ -68,24 +68,16 @@ class Moment:
         return "cannot be paged" if self.refused else "small" if self.small else "-"
 
 
-#: Describes the moments of a paged transformation, given `update`'s extra arguments.
-Describe = Callable[[Mapping[str, PyTree]], list[Moment]]
+def recorded(tx: Transformation, params: optax.Params) -> list[NewState]:
+    """Returns the new states of all paged transformations inside `tx`, on shapes.
 
-
-def recorded(
-    tx: Transformation, params: optax.Params
-) -> list[tuple[PagedTransformation, Describe]]:
-    """Returns every paged transformation inside `tx`: chained, masked, injected.
-
-    With each is a function that describes its moments. `tx` is initialised on shapes
-    alone. Raises `ValueError` if nothing in it is paged.
+    They may be chained, masked or injected. Raises `ValueError` if there is none.
     """
-    calls: list[tuple[PagedTransformation, Describe]] = []
+    states: list[NewState] = []
 
     def record(state: NewState) -> None:
         shapes = jax.tree.map(shape_dtype, state.params)
-        describe = functools.partial(planned_moments, state, shapes)
-        calls.append((state.paged, describe))
+        states.append(dataclasses.replace(state, params=shapes))
 
     # A new function each time: JAX caches traces, context and all, as long as the
     # function lives.
@@ -93,36 +85,33 @@ def recorded(
     visitor = Visitor(init=record)
     with within(visitor=visitor), explicitly_typed(params) as shapes:
         jax.eval_shape(init, shapes)
-    if not calls:
+    if not states:
         raise ValueError(
             "tx has no paged transformation inside: wrap one with paged(...), or use"
             " an alias such as paged_adamw."
         )
-    return calls
+    return states
 
 
 @contextlib.contextmanager
 def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
     """Yields shapes of parameters on explicit axes, whose types have shardings."""
     leaves, structure = jax.tree.flatten(params)
-    divided = [x and x.sharding for x in map(Shards.of_array, leaves)]
     explicit = lambda mesh: AbstractMesh(
         mesh.axis_sizes,
         mesh.axis_names,
         axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
     )
-    places = [x and NamedSharding(explicit(x.mesh), x.spec) for x in divided]
-    meshes = [explicit(x.mesh) for x in divided if x is not None]
+    places = [
+        x and NamedSharding(explicit(x.mesh), x.spec)
+        for x in map(Shards.of_array, leaves)
+    ]
     typed = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
         for x, place in zip(leaves, places, strict=True)
     ]
-    on_mesh = (
-        jax.sharding.use_abstract_mesh(meshes[0])
-        if meshes
-        else contextlib.nullcontext()
-    )
-    with on_mesh:
+    mesh = next((x.mesh for x in places if x is not None), None)
+    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
         yield structure.unflatten(typed)
 
 
@@ -132,21 +121,25 @@ _WHOLE = (
 )
 
 
-def planned_moments(
-    state: NewState, params: PyTree[jax.ShapeDtypeStruct], extra: Mapping[str, PyTree]
-) -> list[Moment]:
+def planned_moments(state: NewState, extra: Mapping[str, PyTree]) -> list[Moment]:
     """Describes the placement and the pages of each moment; `extra`: of `update`."""
     paged, layout, stays = state.paged, state.layout, state.stays
-    groups, elementwise = _grouped(state, params, extra)
-    geometry, index = _geometry(paged, groups, memory.platform())
+    extras, static = arrays_and_rest({"extra_args": extra})
+    analysis, constants = paged.analyse(
+        state.params, layout.shapes, layout.param_indices, state.params, extras, static
+    )
+    first = layout.parameters.num_leaves
+    elementwise = {i - first for i in analysis.elementwise}
+    geometry = _geometry(state, analysis, constants, extras)
     moments = []
     state_paths, _ = leaf_paths(layout.shapes)
     small = layout.small(paged.min_paged_size)
-    coded = coded_moments(paged.rules, layout.shapes, params, layout.param_indices)
+    shapes = layout.shapes, state.params, layout.param_indices
+    coded = coded_moments(paged.rules, *shapes)
     for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
         x, codec, shape = leaf.aval, leaf.codec, leaf.local
-        unstreamed = index + i, uncut(x.shape).gpu, False, 3
-        number, pages, both, flying = geometry.get(i, unstreamed)
+        whole = _PlannedPages(i, uncut(x.shape).gpu, False, 3)
+        number, pages, both, flying = geometry.get(i, whole)
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
         parts = PagedArray.create(stored, pages, codec, on_host=not stays[i]).parts
         preloaded = [part for part in parts if part.preloaded]
@@ -173,29 +166,26 @@ def planned_moments(
     return moments
 
 
-def _grouped(
-    state: NewState, params: PyTree[jax.ShapeDtypeStruct], extra: Mapping[str, PyTree]
-) -> tuple[list[list["_StreamedMoments"]], set[int]]:
-    """Groups moments as `update` does, and returns the element-wise ones' positions."""
-    layout, stays, parameters = state.layout, state.stays, jax.tree.leaves(params)
-    first, leaves = len(parameters), layout.leaves
-    extras, static = arrays_and_rest({"extra_args": extra})
-    analysis, constants = state.paged.analyse(
-        params, layout.shapes, layout.param_indices, params, extras, static
-    )
-    groups: list[list[_StreamedMoments]] = []
+class _PlannedPages(NamedTuple):
+    leaf: int  # the position of the first moment that shares the pages
+    pages: Pages
+    bidirectional: bool
+    in_flight: int  # most of them on the device
 
-    def streamed(leaf: LeafUpdate, shards: Shards | None) -> _StreamedMoments:
-        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
-        formats = {
-            i: MomentFormat(
-                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
-            )
-            for i in numbers
-            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
-        }
-        dtype = None if leaf.param_index is None else parameters[leaf.param_index].dtype
-        return _StreamedMoments(leaf, formats, shards, dtype)
+
+def _geometry(
+    state: NewState,
+    analysis: Analysis,
+    constants: Mapping[int, ArrayLike],
+    extras: Sequence[Traceable],
+) -> dict[int, _PlannedPages]:
+    """Returns the pages of moments, by their positions among the state's leaves.
+
+    Leaves are grouped as `update` groups them, in a trace of their types.
+    """
+    layout, stays, parameters = state.layout, state.stays, jax.tree.leaves(state.params)
+    first, leaves, platform = len(parameters), layout.leaves, memory.platform()
+    groups: list[list[tuple[LeafUpdate, Shards | None]]] = []
 
     def group(stored: list[StoredOrShape], *others: Sequence[Value]) -> None:
         gradients, *remaining = others
@@ -205,72 +195,65 @@ def _grouped(
         moves = dict.fromkeys([None, *range(first)], True)
         streams = LeafStreams(analysis, layout, args, counts, [True] * first, moves)
         _, grouped = streams.grouped(Evaluation(analysis, args, constants, counts))
-        groups.extend(
-            [streamed(analysis.leaf_updates[i], x.shards) for i, x in members.items()]
-            for _, members in grouped
-        )
+        for _, members in grouped:
+            updates = {i: analysis.leaf_updates[i] for i in members}
+            groups.append([(updates[i], x.shards) for i, x in members.items()])
 
     stored = [leaf.stored for leaf in leaves]
     jax.eval_shape(group, stored, parameters, parameters, extras)
-    return groups, {i - first for i in analysis.elementwise}
 
+    def formats_of(leaf: LeafUpdate) -> dict[int, MomentFormat]:
+        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
+        return {
+            i: MomentFormat(
+                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
+            )
+            for i in numbers
+            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
+        }
 
-class _StreamedMoments(NamedTuple):
-    """A leaf's program, and its streamed moments by their positions in the state."""
-
-    leaf: LeafUpdate
-    formats: dict[int, MomentFormat]
-    shards: Shards | None
-    dtype: np.dtype | None  # of its parameter
-
-    @property
-    def converted(self) -> int | None:
-        """Position of a moment of which XLA keeps one more page, for conversions.
-
-        It does for remainders, which join the bits of the parameter, and for moments of
-        fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has
-        the size of the widest, in which nothing else fits.
-        """
-        offloaded = {i: x.itemsize for i, x in self.formats.items() if x.on_host}
-        coded = any(x.codec for x in self.formats.values())
-        if len({*offloaded.values()}) < 2 or self.dtype is None or coded:
-            return None
-        remainders = any(x.dtype in (jnp.int16, jnp.int8) for x in self.leaf.avals)
-        if not remainders and self.dtype.itemsize <= min(offloaded.values()):
-            return None
-        return max(offloaded, key=lambda i: (offloaded[i], i))
-
-
-def _geometry(
-    paged: PagedTransformation,
-    groups: Iterable[Sequence[_StreamedMoments]],
-    platform: str,
-) -> tuple[dict[int, tuple[int, Pages, bool, int]], int]:
-    """Returns the pages of moments, by their positions among the state's leaves.
-
-    Each has the number common to moments that share pages, its pages, whether they
-    travel both ways, and the most of them on the device. Last is the count of numbers.
-    """
-    geometry: dict[int, tuple[int, Pages, bool, int]] = {}
-    index = 0
-    for group in groups:
-        leaf, formats, shards, _ = group[0]
-        cut = paged.geometry(leaf, [*formats.values()], shards, len(group))
-        pages, offloaded = cut.on(platform), sum(x.on_host for x in formats.values())
-        for part in sharing(pages, len(group)):
-            both = pages.bidirectional(offloaded * len(group[part]))
+    geometry: dict[int, _PlannedPages] = {}
+    for members in groups:
+        leaf, shards = members[0]
+        formats = [*formats_of(leaf).values()]
+        cut = state.paged.geometry(leaf, formats, shards, len(members))
+        pages, offloaded = cut.on(platform), sum(x.on_host for x in formats)
+        for part in sharing(pages, len(members)):
+            both = pages.bidirectional(offloaded * len(members[part]))
             # On a GPU the kernel of a single moment may keep a further page. With
             # several moments XLA:GPU never did (jax 0.10.2).
             single = offloaded == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
-            for item in group[part]:
-                planned = index, pages, both, flying
-                geometry.update(dict.fromkeys(item.formats, planned))
-                widest = item.converted
+            number = min(formats_of(members[part][0][0]))
+            planned = _PlannedPages(number, pages, both, flying)
+            for leaf, _ in members[part]:
+                moments = formats_of(leaf)
+                geometry |= dict.fromkeys(moments, planned)
+                owner = leaf.param_index
+                dtype = None if owner is None else parameters[owner].dtype
+                widest = _converted(leaf, moments, dtype)
                 if pages.leaf_count == 1 < pages.count and widest is not None:
-                    geometry[widest] = index, pages, both, flying + 1
-            index += 1
-    return geometry, index
+                    geometry[widest] = planned._replace(in_flight=flying + 1)
+    return geometry
+
+
+def _converted(
+    leaf: LeafUpdate, formats: Mapping[int, MomentFormat], dtype: np.dtype | None
+) -> int | None:
+    """Returns the moment of which XLA keeps one more page, for conversions, or None.
+
+    It does for remainders, which join the bits of the parameter, and for moments of
+    fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has the
+    size of the widest, in which nothing else fits. `dtype` is the parameter's.
+    """
+    offloaded = {i: x.itemsize for i, x in formats.items() if x.on_host}
+    coded = any(x.codec for x in formats.values())
+    if len({*offloaded.values()}) < 2 or dtype is None or coded:
+        return None
+    remainders = any(x.dtype in (jnp.int16, jnp.int8) for x in leaf.avals)
+    if not remainders and dtype.itemsize <= min(offloaded.values()):
+        return None
+    return max(offloaded, key=lambda i: (offloaded[i], i))
 
 
 def _page_bytes(pages: Pages, moment: ArrayOrShape) -> int:
