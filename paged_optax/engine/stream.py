@@ -146,8 +146,7 @@ def _stream_on_mesh(
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames="program geometry dtype codec host shards axes".split(),
+    jax.jit, static_argnames="program geometry dtype codec host shards axes".split()
 )
 def fill(
     arrays: tuple[Array, ...],

@@ -161,9 +161,7 @@ def choose(
 
 
 def _parameters_named(
-    rules: Mapping[str, Rule],
-    moments: Sequence[str | None],
-    parameters: Sequence[str],
+    rules: Mapping[str, Rule], moments: Sequence[str | None], parameters: Sequence[str]
 ) -> dict[str, set[str] | None]:
     """Returns for each key the parameters that it names; None if it names moments."""
     named_by: dict[str, set[str] | None] = {}

@@ -13,11 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, resolve_host_memory_kind
 from paged_optax.backend.text import parse_bytes
-from paged_optax.backend.validation import (
-    brief,
-    check_transformation,
-    floating_dtype,
-)
+from paged_optax.backend.validation import brief, check_transformation, floating_dtype
 from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws

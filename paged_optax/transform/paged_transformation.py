@@ -192,10 +192,7 @@ class PagedTransformation:
         """
 
         def function(
-            updates: PyTree,
-            state: PyTree,
-            params: PyTree,
-            arrays: Sequence[Traceable],
+            updates: PyTree, state: PyTree, params: PyTree, arrays: Sequence[Traceable]
         ) -> tuple[PyTree, PyTree]:
             remaining = static.merge(arrays)
             # A restart is traced too, so that each page is reset as it is updated.

@@ -191,10 +191,7 @@ class ParameterShardings:
         return next(filter(None, (exact, *args, resized)), None)
 
     def _recall(
-        self,
-        key: PathAndShape,
-        mesh: Mesh | AbstractMesh | None,
-        resized: bool = False,
+        self, key: PathAndShape, mesh: Mesh | AbstractMesh | None, resized: bool = False
     ) -> MomentShards | None:
         """Returns the division seen on a mesh; the most recent one without a mesh.
 

@@ -67,8 +67,7 @@ def leaf_paths(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:
 
 
 def parameter_of(
-    state_paths: Sequence[KeyPath],
-    parameter_paths: Sequence[KeyPath],
+    state_paths: Sequence[KeyPath], parameter_paths: Sequence[KeyPath]
 ) -> list[int | None]:
     """Returns the parameter of each state leaf, by the end of the leaf's path.
 
