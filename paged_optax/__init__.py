@@ -43,7 +43,7 @@ from paged_optax.layerwise import (
     layerwise_step,
     offload,
 )
-from paged_optax.losses.linear_cross_entropy import linear_cross_entropy
+from paged_optax.losses import linear_cross_entropy
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.models import model_shapes
 from paged_optax.planning.page_plan import PagePlan, fully_sharded, plan
