@@ -7,6 +7,6 @@ on the device, `codec_rules` chooses the codec of each moment, and `trees` finds
 parameter. `parameter_shardings` finds the sharding of a parameter. `context` has
 ambient options, visitors for traces of types, and the gates that skip parameters;
 `paged_optax.step_skipping` decides which. `precision` and `remainders` keep master
-weights. `checks` raises for wrong arguments, and `process_agreement` compares
-processes. `planned_moments` describes moments for `plan`.
+weights. `checks` raises for wrong arguments. `planned_moments` describes moments for
+`plan`.
 """

@@ -54,7 +54,6 @@ from paged_optax.transform.checks import check_dtype, check_not_nested
 from paged_optax.transform.context import current, within
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import MomentShards
-from paged_optax.transform.process_agreement import said_of
 from paged_optax.transform.state_layout import StateLayout, resident
 from paged_optax.transform.trees import (
     Parameter,
@@ -120,7 +119,7 @@ def _new_state(
         return layout.build(with_automatic_axes(state.arrays, (leaves,), types))
     if spans_processes(leaves):
         # Before JAX itself waits for the others, where scalars are placed.
-        settings = said_of(paged, params, layout.shapes, layout, state.analysis)
+        settings = paged.agreement(params, layout.shapes, layout, state.analysis)
         compare("init of a paged transformation", settings, once=False)
     with without_explicit_axes():
         return layout.build(tied(state.arrays(leaves), leaves))

@@ -1,6 +1,8 @@
 """A paged transformation: its configuration, and steps common to init and update."""
 
 import dataclasses
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -12,7 +14,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import check_effects, trace
 from paged_optax.analysis.per_leaf import analyse
-from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.program import Analysis, Constant, LeafUpdate
 from paged_optax.backend import memory
 from paged_optax.backend.flax_variables import with_variables_of
 from paged_optax.backend.memory import (
@@ -22,8 +24,9 @@ from paged_optax.backend.memory import (
     on_host,
     resolve_host_memory_kind,
 )
-from paged_optax.backend.text import keystr, readable_bytes
-from paged_optax.backend.types import shape_dtype
+from paged_optax.backend.processes import Values
+from paged_optax.backend.text import dtype_and_shape, keystr, readable_bytes
+from paged_optax.backend.types import ArrayOrShape, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards
@@ -225,6 +228,52 @@ class PagedTransformation:
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )
+
+    def agreement(
+        self,
+        params: PyTree[ArrayOrShape],
+        state: PyTree[ArrayOrShape],
+        layout: StateLayout,
+        analysis: Analysis,
+    ) -> Values:
+        """Returns the facts on which the program of an update depends.
+
+        All processes of a training must agree on them.
+        """
+        of_leaves = (leaf.program for leaf in analysis.leaf_updates)
+        programs = analysis.shared.program, *of_leaves, analysis.tail.program
+        distinct = dict.fromkeys(programs)  # leaves of one shape have equal programs
+        eqns = [x for program in distinct for x in program.eqns]
+        operands = [x for one in eqns for x in one.inputs]
+        operands += [x for program in distinct for x in program.outputs]
+        constants = [str(x.value) for x in operands if isinstance(x, Constant)]
+        names = " ".join([x.primitive.name for x in eqns])
+        kind = lambda x: dtype_and_shape(jax.typeof(x)) + " on the host" * on_host(x)
+        types = lambda tree: {
+            keystr(path): kind(x) for path, x in zip(*leaf_paths(tree), strict=True)
+        }
+        divisions = zip(leaf_paths(params)[0], layout.parameter_shards, strict=True)
+        settings = "page_size device_budget min_paged_size host_memory_kind".split()
+        settings.append("per_parameter_steps")
+        return {
+            **{name: {"": str(getattr(self, name))} for name in settings},
+            # The text of a codec has the address of its object.
+            "codec": {
+                repr([key]): re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
+                for key, rule in self.rules.items()
+            },
+            "parameter ": types(params),
+            "how they are divided, ": {
+                keystr(path): f"{x.spec} over {dict(x.mesh.shape)}"
+                for path, x in divisions
+                if x
+            },
+            "state": types(state),
+            "constant ": dict.fromkeys(constants, "in the transformation"),
+            "what it computes": {
+                "": f"{len(eqns)} operations, {zlib.crc32(names.encode()):08x}"
+            },
+        }
 
     def moved(self, layout: StateLayout, leaves: Sequence[StoredOrShape]) -> str:
         """Returns the warning text for moments beyond `device_budget`, or ""."""

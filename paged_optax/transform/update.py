@@ -21,7 +21,7 @@ from paged_optax.analysis.program import Analysis, Evaluation
 from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.memory import donate_within_memory, on_host
-from paged_optax.backend.processes import compare, spans_processes
+from paged_optax.backend.processes import Values, compare, spans_processes
 from paged_optax.backend.types import (
     explicit_mesh,
     in_shard_map,
@@ -45,7 +45,6 @@ from paged_optax.transform.checks import (
 from paged_optax.transform.context import Gate, all_gates, any_gate, current, without
 from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.paged_transformation import PagedTransformation
-from paged_optax.transform.process_agreement import Said, said_of
 from paged_optax.transform.state_layout import StateLayout, reshaped_like
 from paged_optax.transform.trees import (
     Static,
@@ -82,13 +81,13 @@ class PendingUpdate:
         """Returns the warning text for moments that left the host, or ""."""
         return self.paged.moved(self.layout, self.leaves)
 
-    def agreement(self, analysis: Analysis | None = None) -> Said:
+    def agreement(self, analysis: Analysis | None = None) -> Values:
         """Returns the facts on which all processes must agree."""
         if analysis is None:
             extra = {"restart": False, "extra_args": self.extra_args}
             analysis, _ = self.trace(*arrays_and_rest(extra))
         like = self.gradients if self.params is None else self.params
-        return said_of(self.paged, like, self.state, self.layout, analysis)
+        return self.paged.agreement(like, self.state, self.layout, analysis)
 
     def trace(
         self, extras: Sequence[Traceable], static: Static
