@@ -42,6 +42,7 @@ from paged_optax.backend.types import varying, varying_axes
 from paged_optax.codecs import Codec, Noise
 from paged_optax.codecs.codec import get_strides
 from paged_optax.engine.exchange import exchange, fenced, isolated
+from paged_optax.engine.page_cuts import in_tiles
 from paged_optax.engine.paged_array import (
     Buffers,
     Fetched,
@@ -51,7 +52,6 @@ from paged_optax.engine.paged_array import (
     buffers_of,
 )
 from paged_optax.engine.pages import CODEC_PAGE, Index, MomentFormat, Page, Pages
-from paged_optax.engine.tpu_pages import in_tiles
 from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pieces
 
 #: The buffers of each array of the program, by the array's position.

@@ -1,7 +1,7 @@
 """Pages of a leaf: their number, size and addresses.
 
 `paged(page_size=...)` is an upper bound. By default a GPU's pages are as large as their
-latency requires (`paged_optax.engine.gpu_pages`). A page is smaller if the leaf is
+latency requires (`paged_optax.engine.page_cuts`). A page is smaller if the leaf is
 small, if several leaves share it, or if a codec makes temporary arrays of it. On a GPU
 a page of a codec of blocks is larger if the device has spare memory
 (`paged_optax.layerwise.layer_optimizer`). Page sizes do not depend on the card: pages

@@ -32,7 +32,7 @@ from paged_optax.backend.platforms import (
     GPU_HAS_STREAMS_BY_DIRECTION,
 )
 from paged_optax.codecs import axis_of_blocks, codes_per_word
-from paged_optax.engine.gpu_pages import FEWEST, in_rows
+from paged_optax.engine.page_cuts import FEWEST, in_rows, in_tiles
 from paged_optax.engine.pages import (
     LARGEST_PAGE,
     LEAST_PAGE,
@@ -43,7 +43,6 @@ from paged_optax.engine.pages import (
     joined_along,
     single,
 )
-from paged_optax.engine.tpu_pages import in_tiles
 
 # Most small leaves that share a page, and bytes of the largest leaf that shares one.
 _MOST_LEAVES = 32
