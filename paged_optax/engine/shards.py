@@ -54,18 +54,14 @@ class Shards:
         """Reads a sharding; None if it divides nothing."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return None
+        if len(sharding.spec) > len(shape):
+            return None
         if AxisType.Manual in getattr(sharding.mesh, "axis_types", ()):
             return None  # inside a `shard_map`, whose arrays are shards
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         undivided = None, PartitionSpec.UNCONSTRAINED
-        axes = tuple(
-            ()
-            if entry in undivided
-            else entry
-            if isinstance(entry, tuple)
-            else (entry,)
-            for entry in entries
-        )
+        names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
+        axes = tuple(() if entry in undivided else names(entry) for entry in entries)
         shards = cls(sharding.mesh, axes)
         even = (n % d == 0 for n, d in zip(shape, shards.divisions, strict=True))
         return shards if all(even) else None

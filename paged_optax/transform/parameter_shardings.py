@@ -112,8 +112,7 @@ class ParameterShardings:
         key, visitor = (keystr(path), x.shape), current().visitor
         before = self._recall(key, _find_mesh([x]), is_traced(x))
         if metadata is not None and metadata.mesh.size > 1:
-            fits = len(metadata.spec) <= len(x.shape)
-            new = MomentShards(Shards.create(metadata, x.shape) if fits else None, True)
+            new = MomentShards(Shards.create(metadata, x.shape), True)
             if new.shards is None:
                 raise _uneven("optimizer_sharding", metadata, path, x.shape)
         elif before and before.apart:
@@ -237,11 +236,7 @@ class ParameterShardings:
                     " jax.set_mesh(mesh)."
                 )
             requested = NamedSharding(mesh, requested)
-        shards = (
-            Shards.create(requested, shape)
-            if len(requested.spec) <= len(shape)
-            else None
-        )
+        shards = Shards.create(requested, shape)
         if shards is None and requested.mesh.size > 1:
             raise _uneven("shardings", requested, path, shape)
         return shards
