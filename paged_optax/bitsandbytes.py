@@ -29,8 +29,12 @@ from paged_optax.codecs import (
     unarranged,
 )
 from paged_optax.codecs.dynamic_int8 import dynamic_map
-from paged_optax.state.leaves import StateLeaf, state_leaves_of
-from paged_optax.state.steps import counted_by, read_step
+from paged_optax.state.leaves import (
+    StateLeaf,
+    counted_by,
+    read_step,
+    state_leaves_of,
+)
 
 #: bitsandbytes' number of each of Optax's moments, and the position in its array.
 _FIELDS: dict[str, tuple[str, int | None]] = {

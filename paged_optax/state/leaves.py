@@ -13,9 +13,11 @@ lead to a group of parameters; functions of one parameter accept a group of one 
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 import jax
-from jaxtyping import PyTree
+from jax import Array
+from jaxtyping import Int, PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
@@ -236,3 +238,45 @@ def moments_within(state: PyTree, path: Path) -> list[StateLeaf]:
     state_leaves = state_leaves_of(state)
     inner = set(parameters_of(state_leaves).group(path))
     return [x for x in state_leaves if x.is_moment and x.parameter in inner]
+
+
+def read_step(
+    state_leaves: Iterable[StateLeaf], parameter: KeyPath
+) -> Int[Array, ""] | None:
+    """Returns the step count of a parameter, its own or a shared one, or None."""
+    counts = [leaf for leaf in state_leaves if leaf.is_count]
+    for leaf in counts:
+        if leaf.parameter == parameter != ():
+            return leaf.value
+    nodes = _nodes(state_leaves, parameter)
+    shared = [
+        leaf
+        for leaf in counts
+        if not leaf.parameter and (leaf.node in nodes or leaf.field == "count")
+    ]
+    # The count in the moments' state, or a schedule's in the same chain: each label of
+    # `optax.partition` has one.
+    near = lambda leaf: (leaf.node in nodes, _nearness(leaf.node, nodes))
+    return max(shared, key=near).value if shared else None
+
+
+def counted_by(state_leaves: Iterable[StateLeaf], count: StateLeaf) -> set[KeyPath]:
+    """Returns the parameters whose steps a count counts."""
+    if count.parameter:
+        return {count.parameter}
+    near = {
+        parameter: _nearness(count.node, _nodes(state_leaves, parameter))
+        for parameter in {leaf.parameter for leaf in state_leaves if leaf.is_moment}
+    }
+    return {x for x, common in near.items() if common == max(near.values())}
+
+
+def _nodes(state_leaves: Iterable[StateLeaf], parameter: KeyPath) -> set[KeyPath]:
+    return {x.node for x in state_leaves if x.is_moment and x.parameter == parameter}
+
+
+def _nearness(node: KeyPath, nodes: Iterable[KeyPath]) -> int:
+    """Returns the length of the longest prefix that a path shares with any other."""
+    equal = lambda keys: keys[0] == keys[1]
+    common = (takewhile(equal, zip(node, x, strict=False)) for x in nodes)
+    return max(len([*keys]) for keys in common)
