@@ -2,31 +2,97 @@
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.core import ShapedArray
+from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Operand, Program
-from paged_optax.splitting.dependence import SplitError, get_aval, used_values
-from paged_optax.splitting.pieces import (
-    Carried,
-    Fixed,
-    FromCarry,
-    FromKept,
-    FromTable,
-    LayerKind,
-    Pieces,
-    Role,
-    Seen,
-    Weight,
-)
+from paged_optax.analysis.program import Constant, Operand, Program, used_values
+from paged_optax.splitting.dependence import SplitError
+from paged_optax.splitting.numbered import Member
 from paged_optax.splitting.stages import Stages
 
 # Most values that may pass through a layer that does not need them: each layer's input
 # is saved, including such values.
 _PASSING = 2
+
+
+class Weight(NamedTuple):
+    """A parameter of the layer."""
+
+    member: Member
+
+
+class Carried(NamedTuple):
+    """A value of the carry."""
+
+    slot: int
+
+
+class Seen(NamedTuple):
+    """A value from before the layers or a constant, the same for all layers."""
+
+    value: Operand
+
+
+class FromTable(NamedTuple):
+    """A layer's row of a table."""
+
+    table: int
+
+
+class Kept(NamedTuple):
+    """A value that a layer keeps for the epilogue; None: the values of all layers."""
+
+    number: int
+    layer: int | None
+
+
+#: The role of a layer's argument.
+Role = Weight | Carried | Seen | FromTable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerKind:
+    """The program of equal layers."""
+
+    program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
+    roles: Sequence[Role]
+    # For each slot, the index of the result with its next value; None if the slot keeps
+    # its value.
+    carried: Sequence[int | None]
+    # For each kept value, the index of its result; None if layers of this kind do not
+    # compute it.
+    kept: Sequence[int | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """A loss split into prologue, kinds of layers, and epilogue."""
+
+    flat: Flat
+    kinds: Sequence[LayerKind]
+    kind_indices: Sequence[int]  # of each layer
+    # First value of each slot of the carry; None for zeros.
+    initial: Sequence[Operand | None]
+    carried: Sequence[ShapedArray]  # the slots' shapes and dtypes
+    # Arguments that differ between layers: an operand for each layer (None if the layer
+    # needs none), or one operand with layers on its leading axis.
+    tables: Sequence[Sequence[Operand | None] | Operand]
+    # Shapes and dtypes of the values that each layer keeps.
+    kept: Sequence[ShapedArray]
+    # Values of layers that the epilogue reads, from the last carry or kept.
+    after: Mapping[int, Carried | Kept]
+    inside: frozenset[int]  # values that layers compute
+
+    @property
+    def seen(self) -> list[int]:
+        """The values that all layers read, without the constants of the loss."""
+        roles = (role for kind in self.kinds for role in kind.roles)
+        values = used_values(role.value for role in roles if isinstance(role, Seen))
+        return [x for x in dict.fromkeys(values) if x not in self.flat.constants]
 
 
 class _Subprogram(NamedTuple):
@@ -39,29 +105,25 @@ class _Subprogram(NamedTuple):
 
     @classmethod
     def create(cls, flat: Flat, positions: Sequence[int]) -> "_Subprogram":
-        subset = [flat.eqns[n] for n in positions]
-        results = [x for e in subset for x in e.outputs]
-        inside, names = set(results), dict[int, int]()
-        arguments: list[Operand] = []
-        for x in (x for e in subset for x in e.inputs):
-            # Constants are arguments, so that layers may differ by a literal.
+        # Constants are arguments, so that layers may differ by a literal.
+        constants: dict[int, Constant] = {}
+
+        def number(x: Operand) -> int:
             if isinstance(x, Constant):
-                arguments.append(x)
-            elif x not in inside and x not in names:
-                names[x] = len(arguments)
-                arguments.append(x)
-        count = len(arguments)
-        # Values are numbered by their places within the layer, not within the loss.
-        names |= {x: count + k for k, x in enumerate(results)}
-        constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
-        rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
-        eqns = tuple(
-            e.of(map(rename, e.inputs), map(names.__getitem__, e.outputs))
-            for e in subset
-        )
-        avals = tuple(get_aval(flat, x) for x in arguments)
-        program = Program(count, eqns, (), elementwise=False)
-        return cls(program, tuple(arguments), avals, tuple(results))
+                constants[-1 - len(constants)] = x
+                return -len(constants)
+            return x
+
+        eqns = [
+            dataclasses.replace(
+                flat.eqns[n], inputs=tuple(map(number, flat.eqns[n].inputs))
+            )
+            for n in positions
+        ]
+        program, args = Program.create(eqns, ())
+        arguments = tuple(constants.get(x, x) for x in args)
+        values = tuple(x for e in eqns for x in e.outputs)
+        return cls(program, arguments, tuple(map(flat.aval, arguments)), values)
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,7 +181,7 @@ class _Assembly:
         self._check_not_skipping()
         self.tables: list[Sequence[Operand | None]] = []
         self.kept: list[ShapedArray] = []
-        self.after: dict[int, FromCarry | FromKept] = {}
+        self.after: dict[int, Carried | Kept] = {}
 
     def _assign_slots(self) -> None:
         # For each layer, the slot of each value of an earlier layer.
@@ -150,7 +212,7 @@ class _Assembly:
         if max(map(len, skipping)) > _PASSING:
             depends, last_use = self.stages.cuts.depends, self.last_use
             x = max(last_use, key=lambda x: last_use[x] - self.layer_of[x])
-            where = depends.line(depends.source[x])
+            where = depends.line(self.flat.source[x])
             raise SplitError(
                 f"a value that layer {self.layer_of[x]} computes at {where} skips"
                 f" layers: layer {last_use[x]} uses it. Each layer's input is saved,"
@@ -249,15 +311,15 @@ class _Assembly:
         """
         first = operands[0]
         if all(x == first for x in operands):
-            return Fixed(first.value) if isinstance(first, Constant) else Seen(first)
+            return Seen(first)
         by_layer = dict(zip(layers, operands, strict=True))
         row = [by_layer.get(n) for n in range(self.count)]
         # Layers of other kinds have no row here. Their tables may fill the gaps.
         for index, known in enumerate(self.tables):
             pairs = [*zip(known, row, strict=True)]
             agree = all(None in pair or pair[0] == pair[1] for pair in pairs)
-            aval = next(get_aval(self.flat, x) for x in known if x is not None)
-            if agree and aval == get_aval(self.flat, first):
+            aval = next(self.flat.aval(x) for x in known if x is not None)
+            if agree and aval == self.flat.aval(first):
                 self.tables[index] = [b if a is None else a for a, b in pairs]
                 return FromTable(index)
         self.tables.append(row)
@@ -284,7 +346,7 @@ class _Assembly:
                     continue
                 # The epilogue reads the last layer's carry, which is not kept twice.
                 if n == self.count - 1 and place in carried:
-                    self.after[x] = FromCarry(carried.index(place))
+                    self.after[x] = Carried(carried.index(place))
                     continue
                 if place not in places:
                     free = (k for k, p in enumerate(places) if p is None)
@@ -294,7 +356,7 @@ class _Assembly:
                         places.append(None)
                         self.kept.append(self.flat.avals[x])
                     places[index] = place
-                self.after[x] = FromKept(places.index(place), n)
+                self.after[x] = Kept(places.index(place), n)
         return places
 
 
@@ -311,7 +373,7 @@ def _in_order(stages: Stages) -> list[list[int]]:
     may depend on none in the first layer, and is then sorted before the layers.
     """
     depends, order = stages.cuts.depends, stages.cuts.order
-    eqns, source = depends.flat.eqns, depends.source
+    eqns, source = depends.flat.eqns, depends.flat.source
     needs = {
         n: [
             source[x]

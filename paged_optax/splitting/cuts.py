@@ -5,8 +5,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from paged_optax.analysis.program import used_values
 from paged_optax.backend.memory import nbytes
-from paged_optax.splitting.dependence import Depends, SplitError, used_values
+from paged_optax.splitting.dependence import Depends, SplitError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +162,7 @@ def _ordered(depends: Depends) -> list[int]:
     for n in live:
         layer, pure = depends.last_layer(n), depends.is_pure(n)
         operands = depends.flat.eqns[n].numbers
-        sources = {depends.source.get(x) for x in operands}
+        sources = {depends.flat.source.get(x) for x in operands}
         earlier = [keys[m] for m in sources if m in keys]
         same = [key for at, mixed, key in earlier if at == layer and mixed]
         after = later.get(layer)
@@ -193,8 +194,8 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> list[int]:
             ends.add(n)
     steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
-        numbers = (x for x in eqns[n].numbers if x in depends.source)
-        sources = {depends.source[x] for x in numbers} & ends
+        numbers = (x for x in eqns[n].numbers if x in depends.flat.source)
+        sources = {depends.flat.source[x] for x in numbers} & ends
         same = (m for m in sources if depends.last_layer(m) == depends.last_layer(n))
         steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
     return sorted(order, key=lambda n: (depends.last_layer(n), steps[n]))

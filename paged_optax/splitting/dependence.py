@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.analysis.program import Equation
 
 # Installed packages that models are built with. Errors point to the user's own line.
 _LIBRARIES = re.compile(
@@ -44,8 +44,7 @@ class Depends:
     """Layers and parameters that each value of a loss depends on."""
 
     flat: Flat
-    live: tuple[int, ...]  # positions of the equations that the loss needs
-    source: Mapping[int, int]  # position of the equation that computes each value
+    live: Sequence[int]  # positions of the equations that the loss needs
     layer: Mapping[int, int]  # of each parameter, in the order of computation
     count: int  # number of layers
     # The last layer that each value depends on, of all values that depend on
@@ -62,8 +61,7 @@ class Depends:
         cls, flat: Flat, weights: Sequence[int], members: Sequence[Sequence[int]]
     ) -> "Depends":
         """Follows the parameters `weights`, with each layer's `members`."""
-        source = find_sources(flat)
-        live = live_equations(flat, source)
+        live = flat.needed(flat.outputs)
         param_index = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
         rest = set(weights) - set(param_index)
         pure, first = _pure(flat, live, param_index, set(flat.constants), rest)
@@ -83,7 +81,7 @@ class Depends:
             if layers:
                 after |= dict.fromkeys(outputs, max(layers))
         _sink(flat, live, pure, layer, after, len(members))
-        return cls(flat, live, source, layer, len(members), after, pure)
+        return cls(flat, live, layer, len(members), after, pure)
 
     @functools.cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
@@ -121,23 +119,6 @@ class Depends:
         return source_line(eqns[n], (eqns[m] for m in nearest))
 
 
-def used_values(operands: Sequence[Operand]) -> list[int]:
-    """Values among operands, without constants."""
-    return [x for x in operands if not isinstance(x, Constant)]
-
-
-def get_aval(flat: Flat, x: Operand) -> tuple[tuple[int, ...], str]:
-    """An operand's shape and dtype."""
-    if isinstance(x, Constant):
-        return flat.shape(x), str(x.key[2])
-    return flat.avals[x].shape, str(flat.avals[x].dtype)
-
-
-def find_sources(flat: Flat) -> dict[int, int]:
-    """Maps each value to the position of the equation that computes it."""
-    return {x: n for n, e in enumerate(flat.eqns) for x in e.outputs}
-
-
 def _unused(
     flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
 ) -> SplitError:
@@ -155,18 +136,6 @@ def _unused(
         f"the loss does not use layer {layer}. Remove it from the parameters, or name"
         " other layers with layers=."
     )
-
-
-def live_equations(flat: Flat, source: Mapping[int, int]) -> tuple[int, ...]:
-    """Positions of the equations that the outputs depend on."""
-    needed: set[int] = set()
-    stack = used_values(flat.outputs)
-    while stack:
-        n = source.get(stack.pop())
-        if n is not None and n not in needed:
-            needed.add(n)
-            stack += flat.eqns[n].numbers
-    return tuple(sorted(needed))
 
 
 def _pure(

@@ -5,10 +5,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paged_optax.analysis.program import Constant, Operand
+from paged_optax.analysis.program import Constant, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.cuts import Cuts
-from paged_optax.splitting.dependence import SplitError, get_aval, used_values
+from paged_optax.splitting.dependence import SplitError
 from paged_optax.splitting.numbered import Member
 
 # Values from before the layers of at most this many bytes are not computed in layers.
@@ -89,7 +89,7 @@ class _Search:
         left = None if among is None else collections.Counter(among)
 
         def meanings(x: Operand) -> Sequence[Hashable]:
-            aval = get_aval(self.flat, x)
+            aval = self.flat.aval(x)
             if isinstance(x, Constant):
                 # The first layer may read a literal where others read a value.
                 return [("constant", aval), aval]
@@ -101,7 +101,7 @@ class _Search:
 
         for n in eqns:
             eqn = self.flat.eqns[n]
-            types = tuple(get_aval(self.flat, x) for x in eqn.outputs)
+            types = tuple(self.flat.aval(x) for x in eqn.outputs)
             choices = itertools.product(*map(meanings, eqn.inputs))
             for operands in itertools.islice(choices, _CHOICES):
                 key = eqn.primitive, eqn.params, operands, types
@@ -142,13 +142,13 @@ class _Search:
             # a layer's too.
             piece, queue = (
                 set[int](),
-                [*needed, *(depends.source[x] for x in carry)],
+                [*needed, *(self.flat.source[x] for x in carry)],
             )
             while queue:
                 n = queue.pop()
                 if n in numbered and n not in piece:
                     piece.add(n)
-                    queue += [depends.source[x] for x in numbered[n][1]]
+                    queue += [self.flat.source[x] for x in numbered[n][1]]
             counts = collections.Counter(numbered[n][0] for n in piece)
             if counts == template and needed <= piece and not self._is_shared(piece):
                 return [n for n in candidates if n in piece]
@@ -208,7 +208,7 @@ class _Search:
         return [x for x in values if self.cuts.until(x, stop) >= places.stop]
 
     def _types(self, values: Iterable[int]) -> list[str]:
-        return sorted(str(get_aval(self.flat, x)) for x in values)
+        return sorted(str(self.flat.aval(x)) for x in values)
 
     def _starts(self) -> list[int]:
         """Places where the first layer may begin, in reverse order."""
@@ -252,7 +252,7 @@ def _check_location(cuts: Cuts, of: Mapping[int, int]) -> None:
 
     def layer_of(x: int) -> int | None:
         """The layer of a parameter, or of a value as large as its parameters."""
-        layers, source = depends.pure.get(x, frozenset()), depends.source.get(x)
+        layers, source = depends.pure.get(x, frozenset()), flat.source.get(x)
         if source is not None:
             operands = map(flat.size, eqns[source].numbers)
             if not 1 < flat.size(x) >= max(operands, default=0):

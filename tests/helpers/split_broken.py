@@ -10,7 +10,7 @@ from jax import lax
 from helpers import apart, split_fuzz
 from paged_optax.analysis.flat import Flat
 from paged_optax.splitting.functions import Functions
-from paged_optax.splitting.indexed import Whole
+from paged_optax.splitting.scans import Whole
 
 
 def _first_row(layer: Callable[..., Any]) -> Callable[..., Any]:
