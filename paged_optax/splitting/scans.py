@@ -182,7 +182,9 @@ def indexed(
     results: list[Candidate] = []
     for common, axes in subset.values():
         within = [x for x in lists if x.leaves >= set(axes)]
-        parts = any(set(axes) <= layer for x in within for layer in x.members)
+        parts = any(
+            axes.keys() <= set(layer.values()) for x in within for layer in x.members
+        )
         if not parts and not all(leaves[n][0] for n in axes):
             layers = _candidate(flat, leaves, axes, common, "by their numbers")
             results.append(dataclasses.replace(layers, guess=bool(within)))
