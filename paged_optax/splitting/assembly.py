@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.core import ShapedArray
@@ -10,9 +10,10 @@ from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Operand, Program, used_values
+from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import SplitError
 from paged_optax.splitting.numbered import Member
-from paged_optax.splitting.stages import Stages
+from paged_optax.splitting.stages import find_stages
 
 # Most values that may pass through a layer that does not need them: each layer's input
 # is saved, including such values.
@@ -60,12 +61,10 @@ class LayerKind:
 
     program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
     roles: Sequence[Role]
-    # For each slot, the index of the result with its next value; None if the slot keeps
-    # its value.
-    carried: Sequence[int | None]
-    # For each kept value, the index of its result; None if layers of this kind do not
-    # compute it.
-    kept: Sequence[int | None]
+    # The index of the result with the next value of each slot; others keep their value.
+    carried: Mapping[int, int]
+    # The index of the result for each kept value that layers of this kind compute.
+    kept: Mapping[int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,9 +133,9 @@ class _Group:
     computed: Hashable  # for comparison of programs
     # The role of each argument; None for values from before the layers.
     roles: Sequence[Weight | Carried | None]
-    # For each slot the index of its next value among the layer's values, or None if the
-    # slot keeps its value; None for the last layer.
-    carried: Sequence[int | None] | None
+    # The place among the layer's values of each slot's next value; None for the last
+    # layer, which has no next value and so agrees with all others.
+    carried: Mapping[int, int] | None
 
     def takes(self, other: "_Group") -> bool:
         """True if another layer belongs to this group."""
@@ -156,53 +155,58 @@ class _Group:
 class _Assembly:
     """The carry of all layers, with the tables and kept values that they share."""
 
-    def __init__(self, stages: Stages):
-        self.stages = stages
-        depends = stages.cuts.depends
-        self.flat, self.count = depends.flat, depends.count
+    def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
+        depends = self.depends = cuts.depends
+        self.members, self.flat, self.count = members, depends.flat, depends.count
+        stages = find_stages(cuts, members)
         self.subprograms = [
-            _Subprogram.create(self.flat, item) for item in _in_order(stages)
+            _Subprogram.create(self.flat, item) for item in _in_order(cuts, stages)
         ]
         self.layer_of = {
             x: n for n, item in enumerate(self.subprograms) for x in item.values
         }
         self.last_use: dict[int, int] = {}  # the last later layer that needs each value
-        needed_after = set(used_values(self.flat.outputs))
+        self.needed_after = set(used_values(self.flat.outputs))
         for n in depends.live:
-            stage, values = stages.of[n], self.flat.eqns[n].numbers
+            stage, values = stages[n], self.flat.eqns[n].numbers
             if not 0 <= stage < self.count:
-                needed_after.update(values)
+                self.needed_after.update(values)
                 continue
-            later = (x for x in values if self.layer_of.get(x, stage) < stage)
-            for x in later:
-                self.last_use[x] = max(stage, self.last_use.get(x, 0))
-        self.needed_after = needed_after & set(self.layer_of)
-        self._assign_slots()
-        self._check_not_skipping()
+            for x in values:
+                if self.layer_of.get(x, stage) < stage:
+                    self.last_use[x] = max(stage, self.last_use.get(x, 0))
+        self.carried: list[ShapedArray] = []
         self.tables: list[Sequence[Operand | None]] = []
         self.kept: list[ShapedArray] = []
         self.after: dict[int, Carried | Kept] = {}
+        self.slots = self._find_slots()
+        self._check_not_skipping()
 
-    def _assign_slots(self) -> None:
-        # For each layer, the slot of each value of an earlier layer.
-        self.slots: list[dict[int, int]] = [{}]
-        self.carried: list[ShapedArray] = []
+    def _find_slots(self) -> list[dict[int, int]]:
+        """For each layer, the slot of each value of an earlier layer."""
+        slots: list[dict[int, int]] = [{}]
         for layer in range(1, self.count):
             # A value keeps its slot as long as a later layer needs it. Afterwards the
             # slot is reused for the next value of its type.
             needed = lambda x, layer=layer: self.last_use.get(x, -1) >= layer
-            retained = {x: s for x, s in self.slots[-1].items() if needed(x)}
+            retained = {x: s for x, s in slots[-1].items() if needed(x)}
             for x in filter(needed, self.subprograms[layer - 1].values):
-                free = set(range(len(self.carried))) - set(retained.values())
-                same = (s for s in sorted(free) if self._equal(self.carried[s], x))
-                retained[x] = next(same, len(self.carried))
-                if retained[x] == len(self.carried):
-                    self.carried.append(self.flat.avals[x])
-            self.slots.append(retained)
+                retained[x] = self._unused(self.carried, retained.values(), x)
+            slots.append(retained)
+        return slots
 
-    def _equal(self, aval: ShapedArray, x: int) -> bool:
-        other = self.flat.avals[x]
-        return (aval.shape, aval.dtype) == (other.shape, other.dtype)
+    def _unused(
+        self, avals: list[ShapedArray], used: Collection[int], value: int
+    ) -> int:
+        """The first unused entry of a value's type, which is added if there is none."""
+        for index, aval in enumerate(avals):
+            if index not in used and self._equal(aval, value):
+                return index
+        avals.append(self.flat.avals[value])
+        return len(avals) - 1
+
+    def _equal(self, aval: ShapedArray, value: int) -> bool:
+        return (aval.shape, str(aval.dtype)) == self.flat.aval(value)
 
     def _check_not_skipping(self) -> None:
         skipping = [
@@ -210,9 +214,9 @@ class _Assembly:
             for layer, retained in enumerate(self.slots)
         ]
         if max(map(len, skipping)) > _PASSING:
-            depends, last_use = self.stages.cuts.depends, self.last_use
+            last_use = self.last_use
             x = max(last_use, key=lambda x: last_use[x] - self.layer_of[x])
-            where = depends.line(self.flat.source[x])
+            where = self.depends.line(self.flat.source[x])
             raise SplitError(
                 f"a value that layer {self.layer_of[x]} computes at {where} skips"
                 f" layers: layer {last_use[x]} uses it. Each layer's input is saved,"
@@ -223,24 +227,19 @@ class _Assembly:
 
     def pieces(self) -> Pieces:
         groups = self._groups()
-        kinds = [self._kind(group) for group in groups]
-        kind_indices = [0] * self.count
         initial: list[Operand | None] = [None] * len(self.carried)
-        for index, group in enumerate(groups):
-            for n in group.layers:
-                kind_indices[n] = index
+        for group in groups:
             # The first layer's arguments are the first values of the slots.
             if 0 in group.layers:
                 first = self.subprograms[0].arguments
                 for role, x in zip(group.roles, first, strict=True):
                     if isinstance(role, Carried):
                         initial[role.slot] = x
-        # A later kind may keep more values than an earlier kind has entries for.
-        fill = lambda kind: [*kind.kept, *[None] * (len(self.kept) - len(kind.kept))]
+        kind_of = {n: index for index, x in enumerate(groups) for n in x.layers}
         return Pieces(
             flat=self.flat,
-            kinds=[dataclasses.replace(kind, kept=fill(kind)) for kind in kinds],
-            kind_indices=kind_indices,
+            kinds=list(map(self._kind, groups)),
+            kind_indices=[kind_of[n] for n in range(self.count)],
             initial=initial,
             carried=self.carried,
             tables=self.tables,
@@ -259,12 +258,11 @@ class _Assembly:
                 groups.append(group)
                 continue
             known.layers.append(n)
-            # The last layer has no next value, and so agrees with all others.
             known.carried = group.carried if known.carried is None else known.carried
         return groups
 
     def _single(self, n: int) -> _Group:
-        subprogram, members = self.subprograms[n], self.stages.members
+        subprogram, members = self.subprograms[n], self.members
 
         def role(x: Operand) -> Weight | Carried | None:
             if isinstance(x, Constant):
@@ -273,17 +271,15 @@ class _Assembly:
                 return Weight(members[x])
             return Carried(self.slots[n][x]) if x in self.slots[n] else None
 
-        # Values of this layer for the next layer's slots; None keeps a slot's value.
         carried = None
         if n + 1 < self.count:
             places = {x: k for k, x in enumerate(subprogram.values)}
-            retained = {slot: places.get(x) for x, slot in self.slots[n + 1].items()}
-            carried = [retained.get(slot) for slot in range(len(self.carried))]
+            following = self.slots[n + 1].items()
+            carried = {slot: places[x] for x, slot in following if x in places}
         computed = subprogram.program, subprogram.avals
         return _Group([n], computed, [*map(role, subprogram.arguments)], carried)
 
     def _kind(self, group: _Group) -> LayerKind:
-        """Returns the program of a group's layers, with the roles of its arguments."""
         subprogram = self.subprograms[group.layers[0]]
         arguments = zip(
             *(self.subprograms[n].arguments for n in group.layers), strict=True
@@ -295,11 +291,11 @@ class _Assembly:
         carried = self._last(group) if group.carried is None else group.carried
         kept = self._kept(group, carried)
         # A value that is both carried and kept is one result.
-        results = sorted({x for x in (*carried, *kept) if x is not None})
+        results = sorted({*carried.values(), *kept.values()})
         outputs = tuple(len(roles) + x for x in results)
         program = dataclasses.replace(subprogram.program, outputs=outputs)
-        result = lambda x: None if x is None else results.index(x)
-        return LayerKind(program, roles, [*map(result, carried)], [*map(result, kept)])
+        indices = lambda places: {k: results.index(x) for k, x in places.items()}
+        return LayerKind(program, roles, indices(carried), indices(kept))
 
     def _before_layers(
         self, layers: Sequence[int], operands: Sequence[Operand]
@@ -325,72 +321,65 @@ class _Assembly:
         self.tables.append(row)
         return FromTable(len(self.tables) - 1)
 
-    def _last(self, group: _Group) -> list[int | None]:
+    def _last(self, group: _Group) -> dict[int, int]:
         """The carry of a last layer of its own kind, by shapes and dtypes."""
         values = self.subprograms[group.layers[0]].values
-        free = [k for k, x in enumerate(values) if x in self.needed_after]
-        carried: list[int | None] = []
-        for aval in self.carried:
-            # The latest value of the type, as in the other layers.
-            same = (k for k in reversed(free) if self._equal(aval, values[k]))
-            carried.append(next(same, None))
-            free = [k for k in free if k != carried[-1]]
+        # The latest value of each type, as in the other layers.
+        free = [k for k, x in enumerate(values) if x in self.needed_after][::-1]
+        carried: dict[int, int] = {}
+        for slot, aval in enumerate(self.carried):
+            for place in free:
+                if place not in carried.values() and self._equal(aval, values[place]):
+                    carried[slot] = place
+                    break
         return carried
 
-    def _kept(self, group: _Group, carried: Sequence[int | None]) -> list[int | None]:
+    def _kept(self, group: _Group, carried: Mapping[int, int]) -> dict[int, int]:
         """The values that a group's layers keep for the epilogue, by number."""
-        places: list[int | None] = [None] * len(self.kept)
+        places: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        slots = {place: slot for slot, place in carried.items()}
         for n in group.layers:
             for place, x in enumerate(self.subprograms[n].values):
                 if x not in self.needed_after:
                     continue
                 # The epilogue reads the last layer's carry, which is not kept twice.
-                if n == self.count - 1 and place in carried:
-                    self.after[x] = Carried(carried.index(place))
+                if n == self.count - 1 and place in slots:
+                    self.after[x] = Carried(slots[place])
                     continue
-                if place not in places:
-                    free = (k for k, p in enumerate(places) if p is None)
-                    same = (k for k in free if self._equal(self.kept[k], x))
-                    index = next(same, len(places))
-                    if index == len(places):
-                        places.append(None)
-                        self.kept.append(self.flat.avals[x])
-                    places[index] = place
-                self.after[x] = Kept(places.index(place), n)
+                if place not in numbers:
+                    numbers[place] = self._unused(self.kept, places, x)
+                    places[numbers[place]] = place
+                self.after[x] = Kept(numbers[place], n)
         return places
 
 
-def assembled(stages: Stages) -> Pieces:
+def assembled(cuts: Cuts, members: Mapping[int, Member]) -> Pieces:
     """Returns the loss split into kinds of layers."""
-    return _Assembly(stages).pieces()
+    return _Assembly(cuts, members).pieces()
 
 
-def _in_order(stages: Stages) -> list[list[int]]:
+def _in_order(cuts: Cuts, stages: Mapping[int, int]) -> list[list[int]]:
     """Sorts the equations of each layer depth first, operands before users.
 
     The order depends only on the computation, so that equal layers compare equal. The
     order of the trace differs: an equation that depends on parameters in other layers
     may depend on none in the first layer, and is then sorted before the layers.
     """
-    depends, order = stages.cuts.depends, stages.cuts.order
-    eqns, source = depends.flat.eqns, depends.flat.source
+    eqns, source = cuts.depends.flat.eqns, cuts.depends.flat.source
+    inputs = lambda n: (source[x] for x in eqns[n].numbers if x in source)
     needs = {
-        n: [
-            source[x]
-            for x in eqns[n].numbers
-            if x in source and stages.of[source[x]] == stages.of[n]
-        ]
-        for n in depends.live
+        n: [m for m in inputs(n) if stages.get(m) == layer]
+        for n, layer in stages.items()
     }
     used = {m for item in needs.values() for m in item}
     layers = collections.defaultdict[int, dict[int, None]](dict)
-    for end in (n for n in order if n not in used):
-        done, queue = layers[stages.of[end]], [end]
+    for end in (n for n in cuts.order if n not in used):
+        done, queue = layers[stages[end]], [end]
         while queue:
-            n = queue[-1]
-            missing = next((m for m in needs[n] if m not in done), None)
-            if missing is None:
-                done[queue.pop()] = None
+            missing = [m for m in needs[queue[-1]] if m not in done]
+            if missing:
+                queue.append(missing[0])
             else:
-                queue.append(missing)
-    return [list(layers[n]) for n in range(depends.count)]
+                done[queue.pop()] = None
+    return [list(layers[n]) for n in range(cuts.depends.count)]

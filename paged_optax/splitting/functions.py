@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int, PyTree
@@ -61,9 +62,7 @@ class Functions:
         values = self.before({**numbered, **pieces.flat.constants})
         x = [
             # A slot without a value before the first layer.
-            jnp.zeros(aval.shape, aval.dtype)
-            if operand is None
-            else _array(values[operand], aval.dtype)
+            _zeros(aval) if operand is None else _array(values[operand], aval.dtype)
             for operand, aval in zip(pieces.initial, pieces.carried, strict=True)
         ]
         seen = {str(value): jnp.asarray(values[value]) for value in pieces.seen}
@@ -135,16 +134,14 @@ class Functions:
                         constants[value] if known else context["seen"][str(value)]
                     )
         results = kind.program(args)
-        carried = [
-            old if n is None else jnp.asarray(results[n])
-            for old, n in zip(x, kind.carried, strict=True)
-        ]
+        carried, result = kind.carried, lambda n: jnp.asarray(results[n])
+        x = [result(carried[k]) if k in carried else old for k, old in enumerate(x)]
         kept = [
             # Kept values are stacked, so that each layer needs a row.
-            jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
-            for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
+            result(kind.kept[k]) if k in kind.kept else _zeros(aval)
+            for k, aval in enumerate(self.pieces.kept)
         ]
-        return carried, kept
+        return x, kept
 
     def epilogue(
         self,
@@ -290,3 +287,7 @@ class SplitFunctions:
 def _array(x: ArrayLike, dtype: DTypeLike) -> Array:
     """Converts a literal to an array of its traced dtype."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
+
+
+def _zeros(aval: ShapedArray) -> Array:
+    return jnp.zeros(aval.shape, aval.dtype)

@@ -339,14 +339,14 @@ def scanned_pieces(flat: Flat, layers: Candidate) -> Pieces:
             values[n] = stack.one(values[n], stack.axes[0])
         return numbered.program([values[n] for n in numbered.inputs])
 
-    places = range(len(outputs))
     after = {x: Carried(k) for k, x in enumerate(outputs[:carried])}
     after |= {x: Kept(k, None) for k, x in enumerate(outputs[carried:])}
     avals = [flat.avals[x] for x in outputs]
-    kind = LayerKind(run, [*roles.values()], places[:carried], places[carried:])
+    slots = {k: k for k in range(carried)}
+    kept = {k: carried + k for k in range(len(outputs) - carried)}
     return Pieces(
         flat=flat,
-        kinds=[kind],
+        kinds=[LayerKind(run, [*roles.values()], slots, kept)],
         kind_indices=[0] * layers.length,
         initial=inputs[constants:first],
         carried=avals[:carried],

@@ -27,7 +27,6 @@ from paged_optax.splitting.numbered import (
     split_names,
 )
 from paged_optax.splitting.scans import by_layer, indexed, scanned_pieces, scans
-from paged_optax.splitting.stages import Stages
 from paged_optax.transform.context import without
 
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
@@ -204,9 +203,7 @@ def _cut(
         }
         layers = dataclasses.replace(layers, stacks=stacks)
     cut = lambda latest, interleaved=False: assembled(
-        Stages.from_cuts(
-            Cuts.create(depends, latest=latest, interleaved=interleaved), names
-        )
+        Cuts(depends, latest=latest, interleaved=interleaved), names
     )
     # If a layer ends or begins with equations that keep the size of the carry, several
     # cuts are equally good. The cut with the fewest kinds of layers wins.
