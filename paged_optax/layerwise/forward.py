@@ -23,7 +23,6 @@ from paged_optax.layerwise.slices import (
 from paged_optax.layerwise.weights import (
     Dependency,
     Frozen,
-    LayerSlices,
     Prefetched,
     Weights,
     fetch_after,
@@ -39,7 +38,7 @@ Merge = Callable[[Sequence[Array]], PyTree]
 
 #: `run(i, slices, x)` returns layer i's output, its kept outputs, and its residuals.
 RunLayer = Callable[
-    [LayerIndex, LayerSlices, PyTree], tuple[PyTree, PyTree, list[Array]]
+    [LayerIndex, list[Array], PyTree], tuple[PyTree, PyTree, list[Array]]
 ]
 
 
@@ -75,7 +74,7 @@ class Activations(NamedTuple):
             inputs = jax.device_put(inputs, HOST)
         return cls(x, inputs, *jax.tree.map(empty, (kept, residuals)))
 
-    def after(self, i: LayerIndex, slices: LayerSlices, run: RunLayer) -> "Activations":
+    def after(self, i: LayerIndex, slices: list[Array], run: RunLayer) -> "Activations":
         """Runs layer i."""
         store = lambda to, x: write_slice(to, x[None], i)
         inputs = jax.tree.map(store, self.inputs, self.x)
@@ -218,7 +217,7 @@ class ModelFunctions:
         saved = list[Saved]()
 
         def layer(
-            i: LayerIndex, slices: LayerSlices, x: PyTree, context: PyTree
+            i: LayerIndex, slices: list[Array], x: PyTree, context: PyTree
         ) -> tuple[PyTree, PyTree, list[Array]]:
             if self.saves is None:
                 return *self.run_layer(*weights.of(slices), x, context, i), []
@@ -247,10 +246,11 @@ class ModelFunctions:
             i: LayerIndex, next_item: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
             activations, stacks, prefetched = carry
-            slices, frozen = weights.slices(stacks, i, prefetched, vectors)
-            stacks, slices = written_back(stacks, slices, i)
+            slices = weights.slices(stacks, i, prefetched, vectors)
+            count = len(stacks)
+            stacks, slices[:count] = written_back(stacks, slices[:count], i)
             prefetched = weights.prefetch(stacks, next_item)
-            activations = activations.after(i, (slices, frozen), start.run)
+            activations = activations.after(i, slices, start.run)
             return activations, stacks, prefetched
 
         vectors = weights.vectors(weights.stacks)

@@ -17,7 +17,6 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.clipping import Clipping, GradientStats, sum_dtype
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layered_state import store_small
-from paged_optax.layerwise.loss import WeightedLoss
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.layerwise.workspace import GradientWorkspace
 
@@ -206,14 +205,6 @@ class BatchCarry(NamedTuple):
         return dataclasses.replace(
             workspace, gradients=self.workspace.gradients, host=host
         )
-
-
-class BatchMetrics(NamedTuple):
-    """Metrics of a micro-batch, or stacked metrics of all."""
-
-    loss: Float[Array, "..."] | WeightedLoss
-    metrics: PyTree
-    layers: GradientStats
 
 
 def gradient_dtypes(workspace: GradientWorkspace) -> list[np.dtype]:

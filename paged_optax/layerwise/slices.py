@@ -1,6 +1,6 @@
 """Reads and writes slices of stacked layers, and loops over layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar, overload
 
 import jax
@@ -106,20 +106,6 @@ def write_slice(
         return Quantized(write_slice(x.codes, new.codes, i, parts, shards), scales)
     assert not isinstance(new, Quantized)
     return _page(x, i, new.shape[0], parts, shards).write(x, new)
-
-
-def write_slices(
-    stacks: Sequence[Array],
-    slices: Sequence[Array],
-    new: Sequence[Array],
-    i: LayerIndex,
-    shards: Sequence[Shards | None],
-) -> list[Array]:
-    """Writes the slices of layer i that changed."""
-    return [
-        x if update is old else write_slice(x, update, i, shards=divided)
-        for x, old, update, divided in zip(stacks, slices, new, shards, strict=True)
-    ]
 
 
 def _page(
