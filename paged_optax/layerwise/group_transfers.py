@@ -21,7 +21,12 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.segments import Group, ends_of, grouped, in_segments
-from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
+from paged_optax.layerwise.slices import (
+    LayerIndex,
+    read_moment,
+    write_moment,
+    write_slice,
+)
 from paged_optax.layerwise.weights import Prefetched, Vectors, Weights
 
 Values = TypeVar("Values", bound=PyTree)
@@ -127,7 +132,7 @@ class GroupTransfers:
         """Begins to fetch group k's moments of layer i."""
         shards = self.optimizer.layered.slot_shards
         return [
-            read_slice(slots[n], i, self.parts, shards[n])
+            read_moment(slots[n], i, self.parts, shards[n])
             for n in self.groups[k].slot_positions
         ]
 
@@ -204,7 +209,7 @@ class GroupTransfers:
         slots, stacks = list(state.slots), list(state.stacks)
         for n, moment in zip(group.slot_positions, moments, strict=True):
             shards = self.optimizer.layered.slot_shards[n]
-            slots[n] = write_slice(slots[n], moment, i, self.parts, shards)
+            slots[n] = write_moment(slots[n], moment, i, self.parts, shards)
         for n, leaf in zip(group.positions, leaves, strict=True):
             stacks[n] = write_slice(stacks[n], leaf, i, shards=self.shards[n])
         return state._replace(slots=slots, stacks=stacks), leaves, computed

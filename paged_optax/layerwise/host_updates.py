@@ -1,6 +1,13 @@
-"""Steps that write all gradients to host memory, and update the layers by them."""
+"""Steps that write all gradients to host memory, and update the layers by them.
+
+The norm is known after the backward pass. A deferred update then overlaps the next
+forward pass, layer by layer: Yue, Yin and Qian, `GreedySnake
+<https://arxiv.org/abs/2512.17570>`_, 2025.
+"""
 
 import copy
+import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +27,8 @@ from paged_optax.layerwise.loss import (
     over,
     weight_divisor,
 )
+from paged_optax.layerwise.overlap import forward_overlapped
+from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.sinks import (
     BatchCarry,
     HostGradients,
@@ -35,10 +44,10 @@ from paged_optax.layerwise.slices import (
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.updates import StepResult, TracedStep
 from paged_optax.layerwise.weights import Weights
-from paged_optax.layerwise.workspace import GradientWorkspace
+from paged_optax.layerwise.workspace import GradientWorkspace, Pending
 
 #: The layers' parameters, the state's stacks, and the small leaves' gradients.
-UpdateCarry = tuple[list[Array], list[Stored], list[Array | None]]
+_UpdateCarry = tuple[list[Array], list[Stored], list[Array | None]]
 
 
 class BatchMetrics(NamedTuple):
@@ -55,7 +64,7 @@ def update_after_norm(
     """Updates all layers once the norm of the gradients is known."""
     clipping, weights = step.clipping, step.weights()
     rest = step.partition.rest
-    totals, metrics = host_gradients(step, weights, rest, workspace, batch)
+    totals, metrics = _gradients_on_host(step, weights, rest, workspace, batch)
     by_rest, rest_measure = totals.by_rest, clipping.measure(totals.by_rest)
     measure = metrics.layers + rest_measure
     # No gradient is fetched for an update before the norm of all is known.
@@ -65,7 +74,7 @@ def update_after_norm(
     optimizer = step.optimizer.only_if(step.guard.passes(measure))
     gradients = HostGradients(host, gradient_dtypes(workspace), clipping, norm)
     small = optimizer.layered.small_gradients(workspace.gradients)
-    updated = update_layers(optimizer, weights, gradients, small)
+    updated = _update_layers(optimizer, weights, gradients, small)
     limit = norm if clipping.clip == "global" else rest_measure.norm
     by_rest = clipping.clipped(by_rest, limit)
     workspace = totals.stored_in(workspace)
@@ -73,17 +82,17 @@ def update_after_norm(
     return *step.update_rest(*updated, by_rest, measure), workspace, output
 
 
-def update_layers(
+def _update_layers(
     optimizer: LayerOptimizer,
     weights: Weights,
     gradients: HostGradients,
     small: list[Array | None],
-) -> UpdateCarry:
+) -> _UpdateCarry:
     """Updates all layers by gradients in host memory."""
 
     def body(
-        i: LayerIndex, next_item: LayerIndex | None, carry: UpdateCarry
-    ) -> UpdateCarry:
+        i: LayerIndex, next_item: LayerIndex | None, carry: _UpdateCarry
+    ) -> _UpdateCarry:
         del next_item  # moments take longer than weights, and are not prefetched
         stacks, slots, small = carry
         slices = [read_slice(x, i) for x in stacks]
@@ -97,7 +106,7 @@ def update_layers(
     return over_layers(weights.length, body, start)
 
 
-def host_gradients(
+def _gradients_on_host(
     step: TracedStep,
     weights: Weights,
     rest: Rest,
@@ -118,7 +127,7 @@ def host_gradients(
             *(step.model, one, rest, batch, dtypes, totals.weight),
             last=index == count - 1,
         )
-        return send_to_host(step, layers, count, totals, index)
+        return _send_to_host(step, layers, count, totals, index)
 
     if not step.accumulate:
         start = BatchCarry.first(weights.stacks, workspace, None, zero)
@@ -133,7 +142,7 @@ def host_gradients(
     return totals, metrics._replace(layers=last)
 
 
-def send_to_host(
+def _send_to_host(
     step: TracedStep,
     layers: BackwardPass,
     count: int,
@@ -156,3 +165,118 @@ def send_to_host(
         total = jax.tree.map(jnp.add, by_rest, total)
     totals = BatchCarry(stacks, host, workspace, total, weight)
     return totals, BatchMetrics(loss, layers.epilogue.metrics, measure)
+
+
+def update_next_step(
+    step: TracedStep, workspace: GradientWorkspace, batch: PyTree
+) -> StepResult:
+    """Applies the pending update, then computes gradients for the next step."""
+    # The prologue needs the updated rest.
+    weights, others, leaves = _update_rest(step, workspace)
+    partition, layered = step.partition, step.optimizer.layered
+    if step.overlaps:
+        start = step.model.start(
+            *(weights, _rest(step, weights.stacks, others), batch),
+            lambda function, *args: function(*args),
+        )
+        by = partition.combine(
+            weights.stacks, partition.others(_pending(workspace).rest)
+        )
+        params = partition.combine(weights.stacks, others)
+        forward, slots, new = forward_overlapped(
+            step.optimizer,
+            start,
+            weights,
+            _host_gradients(step, workspace, [by[n] for n in layered.chunked]),
+            [params[n] for n in layered.chunked],
+        )
+        others = layered.others_with(params, new)
+        rest = _rest(step, forward.stacks, others)
+        zero = step.clipping.zero.square
+        layers = BackwardPass.create(
+            *(step.model, weights, rest, batch, gradient_dtypes(workspace), zero),
+            forward=forward,
+        )
+        first = BatchCarry.first(layers.stacks, workspace, None, zero)
+        totals, metrics = _send_to_host(step, layers, 1, first, jnp.int32(0))
+    else:
+        weights.stacks, slots, _ = _update_pending(step, weights, workspace)
+        rest = _rest(step, weights.stacks, others)
+        totals, metrics = _gradients_on_host(step, weights, rest, workspace, batch)
+    measure = metrics.layers + step.clipping.measure(totals.by_rest)
+    norm, waits = measure.norm, jnp.asarray(step.guard.passes(measure))
+    pending = Pending(waits, norm, step.clipping.clipped(totals.by_rest, norm))
+    workspace = dataclasses.replace(
+        totals.stored_in(workspace),
+        pending=jax.tree.map(
+            lambda new, old: new.astype(old.dtype), pending, workspace.pending
+        ),
+    )
+    state = step.guard.around(layered.new_state(slots, leaves), measure)
+    output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
+    return step.params(totals.stacks, others), state, workspace, output
+
+
+def finish_update(
+    step: TracedStep, workspace: GradientWorkspace
+) -> tuple[PyTree, PyTree, GradientWorkspace]:
+    """Applies the pending update."""
+    weights, others, leaves = _update_rest(step, workspace)
+    stacks, slots, _ = _update_pending(step, weights, workspace)
+    state = step.optimizer.layered.new_state(slots, leaves)
+    pending = _pending(workspace)._replace(waits=jnp.zeros((), jnp.bool_))
+    workspace = dataclasses.replace(workspace, pending=pending)
+    return step.params(stacks, others), step.guard.around(state, None), workspace
+
+
+def _update_rest(
+    step: TracedStep, workspace: GradientWorkspace
+) -> tuple[Weights, list[Array], list[Stored]]:
+    """Updates all but the layers' matrices."""
+    weights, pending = step.weights(), _pending(workspace)
+    partition, layered = step.partition, step.optimizer.layered
+    small = [
+        None if sliced else step.clipping.clipped(g.astype(x.dtype), pending.norm)
+        for g, x, sliced in zip(
+            jax.tree.leaves(workspace.host),
+            jax.tree.leaves(workspace.gradients),
+            layered.of_layers(layered.sliced),
+            strict=True,
+        )
+    ]
+    weights.stacks, others, leaves = step.optimizer.update_rest(
+        weights.stacks,
+        small,
+        partition.others(partition.rest),
+        partition.others(pending.rest),
+    )
+    return weights, others, leaves
+
+
+def _update_pending(
+    step: TracedStep, weights: Weights, workspace: GradientWorkspace
+) -> _UpdateCarry:
+    small = step.optimizer.layered.small_gradients(workspace.gradients)
+    gradients = _host_gradients(step, workspace)
+    return _update_layers(step.optimizer, weights, gradients, small)
+
+
+def _host_gradients(
+    step: TracedStep, workspace: GradientWorkspace, chunked: Sequence[Array] = ()
+) -> HostGradients:
+    stacks, dtypes = jax.tree.leaves(workspace.host), gradient_dtypes(workspace)
+    norm = _pending(workspace).norm
+    return HostGradients([*stacks, *chunked], dtypes, step.clipping, norm)
+
+
+def _rest(step: TracedStep, stacks: Sequence[Array], others: Sequence[Array]) -> Rest:
+    """The parameters outside the layers, by name."""
+    partition = step.partition
+    leaves = partition.combine(stacks, others)
+    params = jax.tree.unflatten(partition.structure, leaves)
+    return Partition.create(params, partition.key).rest
+
+
+def _pending(workspace: GradientWorkspace) -> Pending:
+    assert isinstance(workspace.pending, Pending)  # or the step would not be deferred
+    return workspace.pending

@@ -21,7 +21,7 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import LayerNumbers
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.segments import Group
-from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
+from paged_optax.layerwise.slices import LayerIndex, read_moment, write_moment
 from paged_optax.layerwise.tree_update import TreeUpdate, Updated
 from paged_optax.layerwise.weights import (
     add_in_place,
@@ -90,7 +90,7 @@ class LayerOptimizer:
         (every,), length = self.layered.grouped(1), self.layered.length
         shards = self.layered.slot_shards
         state = [
-            read_slice(x, i, length, divided)
+            read_moment(x, i, length, divided)
             for x, divided in zip(slots, shards, strict=True)
         ]
         # All leaves are one group of isolated leaves: one leaf's moments are written
@@ -98,7 +98,7 @@ class LayerOptimizer:
         with within(isolate=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
         slots = [
-            write_slice(x, new, i, length, divided)
+            write_moment(x, new, i, length, divided)
             for x, new, divided in zip(slots, moments, shards, strict=True)
         ]
         new = dict(zip(every.positions, leaves, strict=True))

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Opaque
+from paged_optax.analysis.program import Constant, Equation
 
 #: `between(k, computed)` is called after segment k, and returns the computed values.
 Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
@@ -53,7 +53,7 @@ def in_segments(
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     flat = Flat(closed, checkpoints=False)
-    work = [_work(flat, eqn) for eqn in flat.eqns]
+    work = [0.0 if x.traced is None else _operations(x.traced) for x in flat.eqns]
     cuts = _cuts(work, ends)
     bound = _results(flat)
     for eqn, size in zip(flat.eqns, work, strict=True):
@@ -106,45 +106,26 @@ def _results(flat: Flat) -> set[int]:
     return results
 
 
-def _work(flat: Flat, eqn: Equation) -> float:
-    return _operations(
-        eqn.primitive.name,
-        {k: x.value if isinstance(x, Opaque) else x for k, x in eqn.params},
-        [tuple(flat.shape(x)) for x in eqn.inputs],
-        [tuple(flat.shape(x)) for x in eqn.outputs],
-    )
-
-
-def _operations(
-    primitive: str,
-    params: Mapping[str, object],
-    operands: Sequence[tuple[int, ...]],
-    results: Sequence[tuple[int, ...]],
-) -> float:
-    """Counts a primitive's operations, given its operands' and results' shapes."""
-    entries = sum(map(math.prod, results))
-    match primitive, params:
-        case "dot_general", {"dimension_numbers": (((*summed,), _), _)}:
+def _operations(eqn: core.JaxprEqn) -> float:
+    """Counts the operations of an equation."""
+    shape = lambda x: getattr(x.aval, "shape", ())
+    operands = list(map(shape, eqn.invars))
+    entries = sum(math.prod(shape(x)) for x in eqn.outvars)
+    match eqn.primitive.name, eqn.params.get("dimension_numbers"):
+        case "dot_general", (((*summed,), _), _):
             return 2.0 * entries * math.prod(operands[0][i] for i in summed)
-        case _, {"dimension_numbers": lax.ConvDimensionNumbers() as numbers}:
+        case _, lax.ConvDimensionNumbers() as numbers:
             features = operands[1][numbers.rhs_spec[0]]
             return 2.0 * entries * math.prod(operands[1]) / features
         case _:
             pass
     inner = sum(
-        _operations(
-            eqn.primitive.name,
-            eqn.params,
-            [getattr(x.aval, "shape", ()) for x in eqn.invars],
-            [getattr(x.aval, "shape", ()) for x in eqn.outvars],
-        )
-        for jaxpr in core.jaxprs_in_params(dict(params))
-        for eqn in jaxpr.eqns
+        _operations(x)
+        for jaxpr in core.jaxprs_in_params(eqn.params)
+        for x in jaxpr.eqns
     )
-    iterations = params.get("length", 1)
-    return (
-        iterations if isinstance(iterations, int) else 1
-    ) * inner + _AN_ENTRY * entries
+    length = eqn.params.get("length", 1)
+    return (length if isinstance(length, int) else 1) * inner + _AN_ENTRY * entries
 
 
 # More groups hold fewer bytes on the device. With four, a group is about one large

@@ -14,17 +14,20 @@ from jaxtyping import PyTree
 from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import check_rate, check_transformation
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
-from paged_optax.layerwise.deferred_update import finish_update, update_next_step
 from paged_optax.layerwise.dependencies import chunked_leaves, learned
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
-from paged_optax.layerwise.host_updates import update_after_norm
+from paged_optax.layerwise.host_updates import (
+    finish_update,
+    update_after_norm,
+    update_next_step,
+)
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.loss import LayerwiseOutput
 from paged_optax.layerwise.overlap import can_overlap
-from paged_optax.layerwise.parameters import Partition, check_stacked, from_numpy
+from paged_optax.layerwise.parameters import Partition, from_numpy
 from paged_optax.layerwise.step_arguments import (
     Answer,
     ask,
@@ -344,7 +347,6 @@ class LayerwiseStep:
         """Checks the arguments, and traces the update."""
         partition = Partition.create(params, self._layers)
         check_inexact(params)
-        check_stacked(partition.layers)
         workspace.check(partition.layers, partition.rest)
         tree = self._layer_tree
         fresh = new_state_types(self._tx, params, tree)

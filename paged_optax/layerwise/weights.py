@@ -23,7 +23,7 @@ from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.transfers import to_device, to_host
-from paged_optax.layerwise.parameters import by_name, check_stacked, stack_length
+from paged_optax.layerwise.parameters import by_name, stack_length
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 
 #: Prefetched slices of the next layer, by the positions of their stacks.
@@ -106,7 +106,7 @@ class Frozen:
 
         Raises:
           TypeError: If they are no mapping of arrays.
-          ValueError: If the layers are not stacked, or if their number differs.
+          ValueError: If the number of layers differs.
         """
         rest = by_name(frozen)
         if rest is None:
@@ -118,7 +118,6 @@ class Frozen:
         layers = rest.pop(key, None)
         name = f"frozen[{key!r}]"
         check_arrays(name, layers)
-        check_stacked(layers)
         for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
             if x.shape[:1] != (length,):
                 raise ValueError(
