@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.clipping import GradientStats
+from paged_optax.layerwise.clipping import GradientStats, sum_dtype
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
@@ -29,28 +30,66 @@ from paged_optax.layerwise.loss import (
 )
 from paged_optax.layerwise.overlap import forward_overlapped
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.sinks import (
-    BatchCarry,
-    HostGradients,
-    HostSink,
-    gradient_dtypes,
-    scaled,
-)
+from paged_optax.layerwise.sinks import HostGradients, gradient_dtypes
 from paged_optax.layerwise.slices import (
     LayerIndex,
     over_layers,
     read_slice,
+    write_slice,
 )
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.updates import StepResult, TracedStep
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace, Pending
 
+#: Loop carry of a backward pass: the statistics so far, the gradients of all layers,
+#: and the workspace without them.
+_HostCarry = tuple[GradientStats, list[Array], GradientWorkspace]
+
 #: The layers' parameters, the state's stacks, and the small leaves' gradients.
 _UpdateCarry = tuple[list[Array], list[Stored], list[Array | None]]
 
 
-class BatchMetrics(NamedTuple):
+class _BatchCarry(NamedTuple):
+    """Loop carry over micro-batches.
+
+    Attributes:
+      stacks: The layers' parameters.
+      host: The gradients of all layers, in host memory.
+      workspace: The workspace without `host`.
+      by_rest: The gradients of the other parameters; None before the only micro-batch.
+      weight: The total weight so far; zero if losses have no weight.
+    """
+
+    stacks: list[Array]
+    host: list[Array]
+    workspace: GradientWorkspace
+    by_rest: Rest | None
+    weight: Float[Array, ""]
+
+    @classmethod
+    def first(
+        cls,
+        stacks: list[Array],
+        workspace: GradientWorkspace,
+        by_rest: Rest | None,
+        weight: Float[Array, ""],
+    ) -> "_BatchCarry":
+        """The carry before the first micro-batch."""
+        host = jax.tree.leaves(workspace.host)
+        # XLA would copy a buffer that a loop carries twice.
+        bare = dataclasses.replace(workspace, host=None, pending=None)
+        return cls(stacks, host, bare, by_rest, weight)
+
+    def stored_in(self, workspace: GradientWorkspace) -> GradientWorkspace:
+        """The workspace with the gradients of all micro-batches."""
+        host = jax.tree.unflatten(jax.tree.structure(workspace.host), self.host)
+        return dataclasses.replace(
+            workspace, gradients=self.workspace.gradients, host=host
+        )
+
+
+class _BatchMetrics(NamedTuple):
     """Metrics of a micro-batch, or stacked metrics of all."""
 
     loss: Float[Array, "..."] | WeightedLoss
@@ -112,14 +151,14 @@ def _gradients_on_host(
     rest: Rest,
     workspace: GradientWorkspace,
     batch: PyTree,
-) -> tuple[BatchCarry, BatchMetrics]:
+) -> tuple[_BatchCarry, _BatchMetrics]:
     """Writes the gradients of one micro-batch after the other to host memory."""
     zero, dtypes = step.clipping.zero.square, gradient_dtypes(workspace)
     count = len(jax.tree.leaves(batch)[0]) if step.accumulate else 1
 
     def one_batch(
-        totals: BatchCarry, numbered: tuple[Int[Array, ""], PyTree]
-    ) -> tuple[BatchCarry, BatchMetrics]:
+        totals: _BatchCarry, numbered: tuple[Int[Array, ""], PyTree]
+    ) -> tuple[_BatchCarry, _BatchMetrics]:
         index, batch = numbered
         one = copy.copy(weights)
         one.stacks = totals.stacks
@@ -130,12 +169,12 @@ def _gradients_on_host(
         return _send_to_host(step, layers, count, totals, index)
 
     if not step.accumulate:
-        start = BatchCarry.first(weights.stacks, workspace, None, zero)
+        start = _BatchCarry.first(weights.stacks, workspace, None, zero)
         return one_batch(start, (jnp.int32(0), batch))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
     totals, metrics = lax.scan(
         one_batch,
-        BatchCarry.first(weights.stacks, workspace, zeros, zero),
+        _BatchCarry.first(weights.stacks, workspace, zeros, zero),
         (jnp.arange(count), batch),
     )
     last = jax.tree.map(lambda x: x[-1], metrics.layers)
@@ -146,9 +185,9 @@ def _send_to_host(
     step: TracedStep,
     layers: BackwardPass,
     count: int,
-    totals: BatchCarry,
+    totals: _BatchCarry,
     index: Int[Array, ""],
-) -> tuple[BatchCarry, BatchMetrics]:
+) -> tuple[_BatchCarry, _BatchMetrics]:
     """Adds one micro-batch's gradients, layer by layer, to the host's."""
     clipping, loss = step.clipping, layers.epilogue.loss
     _, host, workspace, by_rest, weight = totals
@@ -156,15 +195,41 @@ def _send_to_host(
     if isinstance(loss, WeightedLoss):
         divisor, before, weight = 1, weight, weight + loss.weight
         share = over(weight_divisor(before), weight, index == count - 1)
-    sink = HostSink(clipping, count, index, divisor, share)
+
+    def added(old: Array, g: Array) -> Array:
+        wide = sum_dtype(np.promote_types(old.dtype, g.dtype))
+        before = old.astype(wide)
+        before = before if share is None else _scaled(before, share)
+        # At the first micro-batch `old` still is the sum of the previous step.
+        before = jnp.where(index == 0, jnp.zeros_like(before), before)
+        return (g.astype(wide) + before).astype(old.dtype)
+
+    def visit(
+        carry: _HostCarry,
+        i: LayerIndex,
+        slices: list[Array],
+        gradients: PyTree[Array],
+    ) -> tuple[_HostCarry, list[Array]]:
+        measure, stacks, workspace = carry
+        workspace = workspace.zero_accumulators().write(gradients)
+        # A single micro-batch overwrites, and fetches no earlier sum.
+        new = [
+            (g[None] / divisor).astype(old.dtype)
+            if count == 1
+            else added(read_slice(old, i), g[None] / divisor)
+            for old, g in zip(stacks, jax.tree.leaves(workspace.gradients), strict=True)
+        ]
+        stacks = [write_slice(old, g, i) for old, g in zip(stacks, new, strict=True)]
+        return (measure + clipping.measure(new), stacks, workspace), slices
+
     start = clipping.zero, host, workspace
-    (measure, host, workspace), stacks, back = layers.run(sink.store, start)
+    (measure, host, workspace), stacks, back = layers.run(visit, start)
     total = jax.tree.map(lambda x: x / divisor, layers.rest_gradients(back))
     if by_rest is not None:
-        by_rest = by_rest if share is None else scaled(by_rest, share)
+        by_rest = by_rest if share is None else _scaled(by_rest, share)
         total = jax.tree.map(jnp.add, by_rest, total)
-    totals = BatchCarry(stacks, host, workspace, total, weight)
-    return totals, BatchMetrics(loss, layers.epilogue.metrics, measure)
+    totals = _BatchCarry(stacks, host, workspace, total, weight)
+    return totals, _BatchMetrics(loss, layers.epilogue.metrics, measure)
 
 
 def update_next_step(
@@ -191,13 +256,13 @@ def update_next_step(
             [params[n] for n in layered.chunked],
         )
         others = layered.others_with(params, new)
-        rest = _rest(step, forward.stacks, others)
+        rest = _rest(step, forward[-1], others)
         zero = step.clipping.zero.square
         layers = BackwardPass.create(
             *(step.model, weights, rest, batch, gradient_dtypes(workspace), zero),
             forward=forward,
         )
-        first = BatchCarry.first(layers.stacks, workspace, None, zero)
+        first = _BatchCarry.first(layers.stacks, workspace, None, zero)
         totals, metrics = _send_to_host(step, layers, 1, first, jnp.int32(0))
     else:
         weights.stacks, slots, _ = _update_pending(step, weights, workspace)
@@ -280,3 +345,13 @@ def _rest(step: TracedStep, stacks: Sequence[Array], others: Sequence[Array]) ->
 def _pending(workspace: GradientWorkspace) -> Pending:
     assert isinstance(workspace.pending, Pending)  # or the step would not be deferred
     return workspace.pending
+
+
+def _scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
+    """Multiplies a tree by a number, in float32 or wider."""
+
+    def multiply(x: Array) -> Array:
+        wide = sum_dtype(x.dtype)  # the inverse of a small weight overflows float16
+        return (x.astype(wide) * by.astype(wide)).astype(x.dtype)
+
+    return jax.tree.map(multiply, tree)

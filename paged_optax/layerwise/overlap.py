@@ -231,13 +231,13 @@ class _ForwardOverlap:
         # The previous turn updated some of its parameters, which it fetched for that.
         state, slices = self.transfers.read(state, i, {})
         state = state._replace(weights={})
-        after = None if next_item is None else next_item + 1
 
         def run(
             i: LayerIndex, slices: list[Array], x: PyTree
         ) -> tuple[PyTree, PyTree, list[Array]]:
             nonlocal state
-            update = functools.partial(self._update, i + 1, after)
+            after = None if next_item is None else next_item + 1
+            update = lambda *args: self._update(i + 1, after, *args)
             state, results = self.transfers.overlapping(
                 self.start.run, (i, slices, x), state, update, self._coming
             )
