@@ -67,7 +67,7 @@ def warn_of_lost_state(
     outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
     returned = _union(
         bits[n]
-        for n in range(len(names))
+        for n in inputs
         if any(x != n and sources[x] & bits[n] and kind(x) == kind(n) for x in outputs)
     )
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
@@ -92,10 +92,10 @@ def warn_of_lost_state(
                 " as of a running statistic. The optimizer does not train it, but may"
                 " change it, for example by weight decay."
             )
-        elif bits[n] & renewed & ~read:
+        elif bits[n] & (renewed & ~read | closed & returned & ~trained):
             text = (
-                f"the loss does not return the new value of {name}, such as a running"
-                " statistic. It is the same in each step."
+                f"the loss computes a new value of {name}, such as a running statistic,"
+                " which the next step does not read: it begins with the old one."
             )
         else:
             continue
