@@ -204,6 +204,7 @@ def check_same_state(
     """Raises if a state and a new state differ in names, or the stacks in types."""
     if fresh is None:
         return
+    unstacked = fresh
     if tree is not None:
         fresh = tree.stack(fresh, stacked_shape)
     # Encoded moments have other shapes if they are divided on explicit axes.
@@ -224,6 +225,11 @@ def check_same_state(
     if odd:
         names = ", state".join(keystr(every[x][0]) for x in odd[:3])
         init = "tx.init made for these parameters"
+        if tree is not None and leaves.keys() == leaves_by_name(unstacked).keys():
+            raise ValueError(
+                "state is the state of an ordinary step, and params are stacked: pass"
+                " model.stack_state(state), or model.init(tx, params)."
+            )
         if tree is not None:
             init = "model.init(tx, params) makes"
         raise ValueError(

@@ -230,6 +230,14 @@ def test_a_state_of_the_stacks_is_refused_in_eight_bits(model):
         step(stacked, tx.init(stacked), model.workspace(stacked), BATCHES[0])
 
 
+def test_a_state_that_is_not_stacked_is_refused(model):
+    params = model.stack(params_of())
+    step = po.layerwise_step(model, tx := po.paged_adamw(1e-3))
+    args = params, tx.init(params_of()), model.workspace(params)
+    with pytest.raises(ValueError, match=r"^state is .* model\.stack_state\(state\)"):
+        jax.eval_shape(step, *args, BATCHES[0])
+
+
 @pytest.mark.parametrize("key", ["layers/*", "*/up", "embed"])
 def test_a_codec_by_path(key):
     tx = po.paged_adamw(1e-2, eps=1e-3, codec={key: "dynamic_int8"}, **PAGED)
