@@ -90,7 +90,9 @@ def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFor
     for power, share in zip(powers, rounded_up_from, strict=True):
         if share != 0.5:
             decade = numbers[power - zero : 2 * power - zero + 1]
-            keys[power + 1 : 2 * power + 1] = _keys_at(share, decade)
+            low, high = decade[:-1], decade[1:]
+            middle = low + np.float32(share) * (high - low)
+            keys[power + 1 : 2 * power + 1] = 2 * middle.view(np.int32)
     starts = tuple(
         24 * p + 27 * (0.5 - share)
         for p, share in zip(powers, rounded_up_from, strict=True)
@@ -209,12 +211,6 @@ def _keys(numbers: np.ndarray) -> np.ndarray:
     last = middle - 4 + (~nearer_high).sum(axis=0).astype(np.int32)
     met = high - last.view(np.float32) == last.view(np.float32) - low
     return 2 * last + 1 - met
-
-
-def _keys_at(share: float, numbers: np.ndarray) -> np.ndarray:
-    """Returns twice the bits of the float at a part of each distance."""
-    low, high = numbers[:-1], numbers[1:]
-    return 2 * (low + np.float32(share) * (high - low)).view(np.int32)
 
 
 def _lines(
