@@ -217,14 +217,7 @@ def _nearest(
     signed: bool,
     rounds_to_zero: bool,
 ) -> Int32[Array, "*shape"]:
-    """Returns the code of the number nearest to a value; 0 for NaN.
-
-    Args:
-      scaled: The value's magnitude over the scale.
-      pattern: The value's bits.
-      signed: If True, the map has negative numbers.
-      rounds_to_zero: If True, zero may be the nearest to a nonzero number.
-    """
+    """Returns the code nearest to a value of this scaled magnitude and these bits."""
     rounds = signed or rounds_to_zero
     formula, negative = _formula(signed, rounds_up=not rounds), pattern < 0
     # Of two equally near numbers, the lower: below zero the larger magnitude. The

@@ -216,18 +216,12 @@ def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
 
 
 def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
-    """Returns whether an axis has whole words, or may be padded to whole words."""
     # With padding in each layer of a stack, the layers' rows could not be collapsed.
     one_layer = axis == -1 or math.prod(shape[:-2]) == 1
     return not shape[axis] % packed or (one_layer and shape[axis] >= _LEAST_FILLED)
 
 
 def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
-    """Returns the axis of blocks; None: they run through the flattened moment.
-
-    It is -1 if a row is whole blocks, or -2 if a column is, and the moment may not be
-    flattened: its rows are long, or only many rows are whole blocks.
-    """
     rows, columns = shape[-2:]
     if not columns % block:
         return -1

@@ -227,8 +227,7 @@ def _lines(
     Args:
       entries: The entries of each decade.
       multiples: The multiples of the decade's factor at each.
-      factors: The factors of the exact formula, from which the result's differ by a few
-        ulps.
+      factors: The factors of the exact formula.
       wanted: The integer at each entry.
       scale: Its units for one unit in the last place of the line.
       unit: Its units for one step of the two bits.
