@@ -40,15 +40,10 @@ def buffers_of(x: Stored) -> Buffers:
 
 @dataclasses.dataclass(frozen=True)
 class PagedArray:
-    """One argument of a leaf's program, or its encoded form, page by page.
-
-    Attributes:
-      codec: Its codec, or None.
-      parts: Its codes and its scales, or the array itself.
-    """
+    """One argument of a leaf's program, or its encoded form, page by page."""
 
     codec: Codec | None
-    parts: tuple[PagedBuffer, ...]
+    parts: tuple[PagedBuffer, ...]  # codes and scales, or the array itself
 
     @classmethod
     def create(

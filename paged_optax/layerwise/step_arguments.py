@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.backend.processes import compare, spans_processes
+from paged_optax.backend.processes import Values, compare, spans_processes
 from paged_optax.backend.text import (
     dtype_and_shape,
     key_names,
@@ -38,7 +38,6 @@ from paged_optax.transform.context import (
 )
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
-from paged_optax.transform.process_agreement import Said
 from paged_optax.transform.update import PendingUpdate
 
 
@@ -53,7 +52,7 @@ class Answer(NamedTuple):
 
     pager: PagedTransformation
     moved: str
-    said: Said
+    said: Values
 
 
 def ask(

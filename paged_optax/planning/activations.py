@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import path_name
-from paged_optax.losses.linear_cross_entropy import Chunks
+from paged_optax.losses import Chunks
 
 NamedShape = tuple[str, jax.ShapeDtypeStruct]
 

@@ -28,7 +28,7 @@ from paged_optax.planning.cards import (
 )
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 from paged_optax.transform.parameter_shardings import check_even
-from paged_optax.transform.planned_moments import Moment, recorded
+from paged_optax.transform.planned_moments import Moment, planned_moments, recorded
 
 
 def fully_sharded(
@@ -330,9 +330,9 @@ def plan(
     shards = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
     devices = max((x.mesh.size for x in shards), default=1)
     moments: list[Moment] = []
-    for _, describe in recorded(tx, params):
+    for state in recorded(tx, params):
         # Leaves are numbered through all that `tx` pages.
-        described, before = describe(dict(extra_args or {})), len(moments)
+        described, before = planned_moments(state, extra_args or {}), len(moments)
         moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
     result = PagePlan(
         tuple(moments),

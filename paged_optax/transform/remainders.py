@@ -20,14 +20,10 @@ _LOWEST = np.int32(-(2**31))
 
 
 class MasterRemaindersState(NamedTuple):
-    """The state of `with_master_remainders`.
+    """The state of `with_master_remainders`."""
 
-    Attributes:
-      remainder: For each bfloat16 parameter the distance to its master copy, in int16
-        or int8; `optax.MaskedNode` for others, which are their own masters.
-      inner_state: The state of the wrapped transformation.
-    """
-
+    # For each bfloat16 parameter the distance to its master copy, in int16 or int8;
+    # `optax.MaskedNode` for others, which are their own masters.
     remainder: PyTree
     inner_state: optax.OptState
 
@@ -61,13 +57,7 @@ def with_master_remainders(
     The parameter is half of its master. Any other change of the parameter changes the
     master too: a transformation chained after this one, a wrapper around it, a restore
     of weights alone. The remainder stays, and is less than a rounding of the parameter.
-
-    Args:
-      inner: The transformation. The master copy is its `params`.
-      dtype: The dtype of the remainders of matrices, int16 or int8.
-
-    Returns:
-      The transformation; its updates have the parameters' dtype.
+    `dtype`, int16 or int8, is the one of matrices' remainders.
 
     References:
       Kalamkar et al., `Optimizing Deep Learning Recommender Systems' Training on CPU
@@ -132,12 +122,7 @@ def _is_split(remainder: PyTree) -> bool:
 def get_master(param: Array, remainder: PyTree) -> Array:
     """Returns the float32 master copy of a parameter.
 
-    Args:
-      param: The parameter.
-      remainder: Its remainder in int16 or int8, or a tree without an array.
-
-    Raises:
-      ValueError: If the parameter had another dtype at `init`.
+    A parameter that is its own master has a tree without an array as its remainder.
     """
     split = _is_split(remainder)
     if split != (param.dtype == jnp.bfloat16):

@@ -6,10 +6,9 @@ import pytest
 
 import paged_optax as po
 from paged_optax.backend import memory
-from paged_optax.engine import backend_check
+from paged_optax.engine import backend_check, loop
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.buffers import PagedBuffer
-from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.sharing import MomentFormat, cut
 
@@ -85,8 +84,8 @@ def both_ways_on_a_gpu(monkeypatch):
     """The next page is read while one is written; the last is computed apart."""
     monkeypatch.setattr(page_types, "GPU_FETCHES_AHEAD", True)
     in_turn = Loop._in_turn
-    as_it_says = lambda loop, *args: (Loop._duplex if loop.duplex else in_turn)(
-        loop, *args
+    as_it_says = lambda self, *args: (Loop._duplex if self.duplex else in_turn)(
+        self, *args
     )
     monkeypatch.setattr(Loop, "_in_turn", as_it_says)
 
@@ -128,12 +127,12 @@ def shifted(ways, count, unit):
 
 def exchanged(monkeypatch):
     """Reads go where writes should, and writes where reads should."""
-    right = Exchange.__call__
+    right = loop.exchange
     monkeypatch.setattr(
-        Exchange,
-        "__call__",
-        lambda exchange, current, results, at, ahead, *rest: right(
-            exchange, current, results, ahead, at, *rest
+        loop,
+        "exchange",
+        lambda arrays, exchanged, current, results, at, ahead, *rest: right(
+            arrays, exchanged, current, results, ahead, at, *rest
         ),
     )
     # In turn both are at one place: there each moment is read where the other's are.
@@ -158,9 +157,9 @@ MUTATIONS = {
 def test_it_goes_the_way_it_says(schedule, monkeypatch):
     """Sound schedules pass; both ways are taken where they are meant to be."""
     calls = []
-    right = Exchange.__call__
+    right = loop.exchange
     counted = lambda *args: (calls.append(None), right(*args))[1]
-    monkeypatch.setattr(Exchange, "__call__", counted)
+    monkeypatch.setattr(loop, "exchange", counted)
     backend_check.run_check("cpu")
     assert bool(calls) == (schedule is not in_turn)
 

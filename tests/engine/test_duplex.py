@@ -23,8 +23,8 @@ from paged_optax.backend.platforms import (
     GPU_HAS_STREAMS_BY_DIRECTION,
     GPU_NEEDS_RAW_INDEX,
 )
+from paged_optax.engine import loop
 from paged_optax.engine import pages as page_types
-from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.sharing import MomentFormat, cut
 
@@ -220,11 +220,11 @@ def test_a_skipped_step(bidirectional):
 
 def test_a_page_that_is_read_too_early_shows(bidirectional, monkeypatch):
     """The comparison above tells pages that lie at another place."""
-    right = Exchange.__call__
-    early = lambda exchange, current, results, at, _, *rest: right(
-        exchange, current, results, at, at, *rest
+    right = loop.exchange
+    early = lambda arrays, exchanged, current, results, at, _, *rest: right(
+        arrays, exchanged, current, results, at, at, *rest
     )
-    monkeypatch.setattr(Exchange, "__call__", early)
+    monkeypatch.setattr(loop, "exchange", early)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_as_in_one_page("adamw", (257, 96))
 
