@@ -29,7 +29,7 @@ from paged_optax.codecs import (
     Quantized,
     named,
 )
-from paged_optax.codecs.dynamic_int4 import linear_map
+from paged_optax.codecs.dynamic_int4 import int4_map
 from paged_optax.codecs.dynamic_int8 import _few_digits, dynamic_map
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
@@ -95,7 +95,7 @@ def test_int8_decodes_the_map(signed, platform):
 def test_int4_decodes_the_map(signed, platform):
     codes = jnp.arange(16, dtype=jnp.uint8)
     stored = Quantized(codes, jnp.array([0.3], jnp.float32))
-    numbers = dynamic_map(True, decades=3) if signed else linear_map()
+    numbers = int4_map(signed)
     decoded = decode(DynamicInt4(signed), stored, (16,))
     np.testing.assert_array_equal(decoded, numbers * np.float32(0.3))
 

@@ -87,8 +87,6 @@ def test_plan_prints_every_group_and_the_totals():
     pages = 32 if GPU_NEEDS_RAW_INDEX else 17  # in turn, or both ways at once
     assert plan.link_seconds == pytest.approx(pages * 2**23 / 50e9)
     assert plan.scratch_bytes == 4 * 4 * 2**20
-    # Two moments of 16 pages; an H200 takes 45 us for a page of both.
-    assert plan.latency_seconds == pytest.approx(16 * 45e-6)
 
 
 def test_from_how_many_tokens_on_paging_costs_no_time():
