@@ -1,19 +1,14 @@
 """Entry points of the engine: `stream` updates leaves, and `fill` makes a new leaf.
 
 A page is read from host memory, computed, and written back in place, inside one loop a
-leaf, or one for several leaves that share pages (`paged_optax.engine.loop`). Two
-choices make this exact and small on every compiler tested:
+leaf, or one for several leaves that share pages (`paged_optax.engine.loop`).
 
-- **The loop's variable is the index** if pages are serial. It counts rows, or the
-  smallest groups of rows that no page splits, and steps by a page: the slice's start
-  needs no arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address
-  from the induction variable alone and ignores arithmetic on it; with this form its
-  transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
-  of fewer rows is one more access at a fixed row.
-- **A leaf is isolated** (`paged_optax.engine.exchange`), so that leaves take memory one
-  at a time.
-
-This module is independent of Optax.
+The loop's variable is the index if pages are serial. It counts rows, or the smallest
+groups of rows that no page splits, and steps by a page: the slice's start needs no
+arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address from the
+induction variable alone and ignores arithmetic on it; with this form its transfer
+descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page of fewer
+rows is one more access at a fixed row.
 """
 
 import functools

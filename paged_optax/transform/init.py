@@ -167,7 +167,7 @@ class NewState:
         ]
         closed, shapes = trace(paged.inner.init, params)
         check_effects(closed)
-        layout = paged.layout(params, shapes, shards)
+        layout = paged.layout(params, shapes, shapes, shards)
         # Moments of a parameter stay or go as one, and so do moments of a stack.
         stack_of = dict(current().stacks)
         owners = [("stack", stack_of[x]) if x in stack_of else x for x in paths]

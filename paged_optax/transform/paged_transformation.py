@@ -108,7 +108,15 @@ class PagedTransformation:
             self.known.find(path, moment_of.get(i, x), x, gradient)
             for i, (path, x, gradient) in enumerate(pairs)
         ]
-        layout = self.layout(like, state, shards, param_indices)
+        shapes = state
+        if self.rules or self.per_parameter_steps:
+            # Coded moments, and a count for each parameter, hide the shapes of the
+            # state of `inner`. A new function each time: JAX caches traces as long as
+            # the function lives.
+            init = lambda params: self.inner.init(params)
+            shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, like))
+            param_indices = None
+        layout = self.layout(like, shapes, state, shards, param_indices)
         try:
             return layout, layout.take_apart(state)
         except OtherLayoutError:
@@ -120,33 +128,21 @@ class PagedTransformation:
     def layout(
         self,
         params: PyTree,
+        shapes: PyTree,
         state: PyTree,
         shards: Sequence[Shards | None],
         param_indices: Sequence[int | None] | None = None,
     ) -> StateLayout:
-        """Returns the layout of a state of `inner`, or of a state that `init` made.
+        """Returns a state's layout, given the shapes of the state of `inner`.
 
         `shards` has the shards of each parameter's moments, and `param_indices` the
-        parameter of each of the state's arrays; None to compute them.
+        parameter of each of the shapes; None to compute them.
         """
-        shapes = state
-        if self.rules or self.per_parameter_steps:
-            # Coded moments, and a count for each parameter, hide the shapes of the
-            # state of `inner`. A new function each time: JAX caches traces as long as
-            # the function lives.
-            init = lambda params: self.inner.init(params)
-            shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
-            param_indices = None
         if param_indices is None:
             param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
+        settings = self.rules, self.per_parameter_steps
         return StateLayout.create(
-            shapes,
-            state,
-            params,
-            param_indices,
-            shards,
-            self.rules,
-            per_parameter_steps=self.per_parameter_steps,
+            shapes, state, params, param_indices, shards, *settings
         )
 
     def geometry(

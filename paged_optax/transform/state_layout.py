@@ -142,7 +142,6 @@ class StateLayout:
         param_indices: Sequence[int | None],
         parameter_shards: Sequence[Shards | None],
         rules: Mapping[str, Rule],
-        *,
         per_parameter_steps: bool,
     ) -> "StateLayout":
         """Returns the layout of `state`, given the shapes of the transformation's own.
