@@ -178,15 +178,15 @@ class NewState:
             layout.small(paged.min_paged_size),
         )
         refused: dict[int, str] = {}
-        host = all(stays) or resolve_host_memory_kind(paged.host_memory_kind)
-        if host not in (True, PINNED_HOST):
-            stays = [True] * len(stays)
-        if not all(stays):
+        kind = None if all(stays) else resolve_host_memory_kind(paged.host_memory_kind)
+        if kind == PINNED_HOST:
             check_backend()
             moving = (i for i, stay in enumerate(stays) if not stay)
             reasons = ((i, paged.refused(layout, i)) for i in moving)
             refused = {i: reason for i, reason in reasons if reason}
-        stays = [stay or i in refused for i, stay in enumerate(stays)]
+        stays = [
+            stay or i in refused or kind != PINNED_HOST for i, stay in enumerate(stays)
+        ]
         unowned = [None] * len(leaves), [None] * len(stays)
         analysis, constants = analyse(closed, *unowned, str)
         new = cls(paged, params, layout, places, stays, refused, analysis, constants)
