@@ -172,17 +172,8 @@ def on_shards(
     It gets the leaves, the trip count, the shard's random words, and the offset in the
     flattened leaf of its first value. A shard that is no range of the flattened leaf
     has offset 0, and random words of its own. Arrays of other shapes than the leaf's
-    are replicated.
-
-    Args:
-      function: The function.
-      shards: The division of a leaf.
-      leaves: The arrays of each leaf.
-      codecs: The codec of each array of a leaf, or None.
-      local: The shape of a shard.
-      results: The codec of each result of a leaf, and an array of its kind.
-      trip_count: Passed on, replicated.
-      random_bits: The random words of stochastic rounding, replicated.
+    are replicated. `local` is the shape of a shard, `codecs` has the codec of each
+    array of a leaf, and `results` of each result its codec and an array of its kind.
     """
     spec = lambda x, codec: shards.spec_of(codec, x, local)
     result_codecs = [codec for codec, _ in results]

@@ -52,14 +52,9 @@ def stream(
     shared by all leaves, and every page gets them whole. The new arrays of each leaf
     are in the order of the results, each in the memory of the array it replaces.
 
-    Args:
-      leaves: The arrays of each leaf.
-      trip_count: 1 to update the leaves; 0 to skip them, moving nothing. None always
-        updates.
-      random_bits: For each result the random words of stochastic rounding, or None.
-      leaf: The program, and the storage of a leaf's arrays.
-      geometry: The cut of a leaf, or of one shard of it.
-      shards: The division of a leaf over a mesh: each device pages its own shard.
+    A `trip_count` of 0 skips the leaves, moving nothing; None always updates them.
+    `random_bits` has for each result the words of stochastic rounding, or None. Over a
+    mesh each device pages its own shard, and `geometry` is a shard's.
     """
     update = _stream_jitted
     if shards is not None:

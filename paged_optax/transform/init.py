@@ -51,7 +51,7 @@ from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import check_dtype, check_not_nested
-from paged_optax.transform.context import current, within
+from paged_optax.transform.context import current, known_shardings, within
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import MomentShards
 from paged_optax.transform.state_layout import StateLayout, resident
@@ -70,13 +70,12 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     if current().plain:
         return paged.inner.init(params)
     metadata = optimizer_shardings(params)
-    pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
-    shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
+    shardings = jax.tree.leaves(params), parameter_shardings(params)
     visitor = current().visitor
     # JAX's caches keep traces for each context, and must not depend on who receives
     # the new state.
     quiet = visitor and dataclasses.replace(visitor, init=None)
-    with within(shardings={**current().shardings, **shardings}, visitor=quiet):
+    with known_shardings(*shardings), within(visitor=quiet):
         bare = paged.in_variables_of(params), as_pure(params)
         visit = visitor and visitor.init
         state = donate_within_memory(_new_state(*bare, metadata, visit))
