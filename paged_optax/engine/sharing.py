@@ -117,8 +117,8 @@ def cut(
     preferred, down to half the size. A leaf has at least 16 pages, unless they would be
     smaller than 1 MiB. `page_size` counts bytes as the transformation sees them; None:
     chosen for each leaf, by latency on a GPU. There are `like_leaves` of this kind. The
-    device has memory for `spare_bytes` of one moment's page anyway, but not if leaves
-    are to be isolated.
+    device has memory for `spare_bytes` of one moment's page anyway; with `isolate`
+    leaves are isolated nevertheless.
     """
     by_latency = page_size is None
     page_size = LARGEST_PAGE if page_size is None else page_size
