@@ -9,19 +9,25 @@ updated.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from jax import Array, lax
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
-from paged_optax.layerwise.segments import FrozenPortions, Group
-from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
-from paged_optax.layerwise.weights import Weights
+from paged_optax.layerwise.segments import Group, ends_of, grouped, in_segments
+from paged_optax.layerwise.slices import (
+    LayerIndex,
+    read_moment,
+    write_moment,
+    write_slice,
+)
+from paged_optax.layerwise.weights import Prefetched, Vectors, Weights
 
 Values = TypeVar("Values", bound=PyTree)
 
@@ -52,27 +58,17 @@ class InFlight(NamedTuple):
       slots: The state's stacks.
       stacks: The parameters of the layers, and the chunked parameters.
       inputs: The inputs of the next group's update; None after the last group.
-      weights: The fetched parameters of the layer that is computed next, by position.
-      frozen: Its fetched frozen parameters, by position.
+      weights: The parameters of the layer that is computed next.
     """
 
     slots: list[Stored]
     stacks: list[Array]
     inputs: GroupInputs | None
-    weights: dict[int, Array]
-    frozen: dict[int, Array]
+    weights: Prefetched
 
-    def read_first(
-        self, slices: list[Array], count: int
-    ) -> tuple["InFlight", list[Array]]:
-        """Orders each read of a layer, in `count` stacks, before each write."""
-        read = {
-            n: x for n, x in enumerate(self.stacks[:count]) if n not in self.weights
-        }
-        # XLA would copy a stack that is written before it is read.
-        slices, read = after_all((slices, read))
-        stacks = [read.get(n, x) for n, x in enumerate(self.stacks)]
-        return self._replace(stacks=stacks, frozen={}), slices
+
+#: `update(k, state, values)` updates group k before other computations use `values`.
+UpdateGroup = Callable[[int, InFlight, Values], tuple[InFlight, Values]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +78,13 @@ class GroupTransfers:
     Attributes:
       optimizer: The transformation.
       weights: The layers' parameters.
-      fetches_weights: If true, `InFlight.weights` come from the host. In a forward pass
-        they are the parameters that were just updated.
+      fetches_weights: If true, trained `InFlight.weights` come from the host. In a
+        forward pass they are the parameters that were just updated.
     """
 
     optimizer: LayerOptimizer
     weights: Weights
     fetches_weights: bool
-
-    @functools.cached_property
-    def portions(self) -> FrozenPortions:
-        """The frozen parameters, in as many portions as there are groups."""
-        return FrozenPortions(self.weights, len(self.groups))
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -105,10 +96,22 @@ class GroupTransfers:
         """The number of layers."""
         return self.optimizer.layered.length
 
-    @property
+    @functools.cached_property
     def shards(self) -> list[Shards | None]:
         """The division of each of the layers' parameters, and of the chunked ones."""
-        return [*self.weights.shards, *[None] * len(self.optimizer.layered.chunked)]
+        trained = self.weights.shards[: len(self.weights.stacks)]
+        return [*trained, *[None] * len(self.optimizer.layered.chunked)]
+
+    @functools.cached_property
+    def portions(self) -> list[dict[int, Array]]:
+        """Frozen stacks in host memory, in as many portions as there are groups."""
+        first = len(self.weights.stacks)
+        frozen = enumerate(self.weights.frozen, first)
+        offloaded = {n: x for n, x in frozen if on_host(x)}
+        travel = {n: nbytes(x) for n, x in offloaded.items()}
+        groups = grouped(travel, maximum=len(self.groups))
+        groups = [{n: offloaded[n] for n in group.positions} for group in groups]
+        return groups + [{}] * (len(self.groups) - len(groups))
 
     @property
     def moment_bytes(self) -> list[int]:
@@ -119,20 +122,75 @@ class GroupTransfers:
             for group in self.groups
         ]
 
+    def fetch_frozen(self, k: int, i: LayerIndex) -> Prefetched:
+        """Begins to fetch portion k of the frozen parameters of layer i."""
+        return {n: self.weights.read(n, x, i) for n, x in self.portions[k].items()}
+
     def fetch_moments(
         self, slots: Sequence[Stored], k: int, i: LayerIndex
     ) -> list[Stored]:
         """Begins to fetch group k's moments of layer i."""
         shards = self.optimizer.layered.slot_shards
         return [
-            read_slice(slots[n], i, self.parts, shards[n])
+            read_moment(slots[n], i, self.parts, shards[n])
             for n in self.groups[k].slot_positions
         ]
+
+    def read(
+        self, state: InFlight, i: LayerIndex, vectors: Vectors
+    ) -> tuple[InFlight, list[Array]]:
+        """Reads layer i before the next layer's parameters are written."""
+        count = len(self.weights.stacks)
+        layers = state.stacks[:count]
+        slices = self.weights.slices(layers, i, state.weights, vectors)
+        read = {n: x for n, x in enumerate(layers) if n not in state.weights}
+        # XLA would copy a stack that is written before it is read.
+        slices[:count], read = after_all((slices[:count], read))
+        stacks = [read.get(n, x) for n, x in enumerate(state.stacks)]
+        trained = {n: x for n, x in state.weights.items() if n < count}
+        return state._replace(stacks=stacks, weights=trained), slices
+
+    def overlapping(
+        self,
+        function: Callable[..., Values],
+        args: Sequence[PyTree[ArrayLike]],
+        state: InFlight,
+        update: UpdateGroup,
+        coming: Sequence[int],
+    ) -> tuple[InFlight, Values]:
+        """Calls a function in segments, and updates a group before each.
+
+        Args:
+          function: The function.
+          args: Its arguments.
+          state: The transfers.
+          update: Updates a group.
+          coming: The bytes of each group that travel to the device.
+        """
+
+        def between(k: int, computed: list[ArrayLike]) -> list[ArrayLike]:
+            nonlocal state
+            state, computed = self.wait(k, state, computed)
+            state, computed = update(k + 1, state, computed)
+            return computed
+
+        state, args = update(0, state, args)
+        portions = [nbytes(list(x.values())) for x in self.portions]
+        ends = ends_of(self.moment_bytes, coming, portions)
+        results = in_segments(function, args, ends, between)
+        return self.wait(-1, state, results)
+
+    def update_all(self, state: InFlight, update: UpdateGroup) -> InFlight:
+        """Updates all groups while nothing else is computed."""
+        for k in range(len(self.groups)):
+            state, _ = update(k, state, ())
+            state, _ = self.wait(k, state, ())
+        return state
 
     def update(
         self,
         k: int,
-        transfer_state: InFlight,
+        state: InFlight,
         weights: Sequence[Array | None],
         gradients: Sequence[Array | None],
         i: LayerIndex,
@@ -143,44 +201,32 @@ class GroupTransfers:
         Returns:
           The transfers, the group's parameters, and `computed`.
         """
-        assert (
-            transfer_state.inputs is not None
-        )  # every turn fetches what the next one updates
-        group = self.groups[k]
-        new = self.optimizer.update_group(
-            group, transfer_state.inputs.moments, weights, gradients, i
-        )
+        assert state.inputs is not None  # every turn fetches for the next update
+        group, moments = self.groups[k], state.inputs.moments
+        new = self.optimizer.update_group(group, moments, weights, gradients, i)
         # The other computation continues after the update, during the transfers.
         (moments, leaves), computed = after_all((new, computed))
-        slots, stacks = list(transfer_state.slots), list(transfer_state.stacks)
+        slots, stacks = list(state.slots), list(state.stacks)
         for n, moment in zip(group.slot_positions, moments, strict=True):
             shards = self.optimizer.layered.slot_shards[n]
-            slots[n] = write_slice(slots[n], moment, i, self.parts, shards)
+            slots[n] = write_moment(slots[n], moment, i, self.parts, shards)
         for n, leaf in zip(group.positions, leaves, strict=True):
             stacks[n] = write_slice(stacks[n], leaf, i, shards=self.shards[n])
-        return transfer_state._replace(slots=slots, stacks=stacks), leaves, computed
+        return state._replace(slots=slots, stacks=stacks), leaves, computed
 
     def wait(
-        self, k: int, transfer_state: InFlight, computed: Values
+        self, k: int, state: InFlight, computed: Values
     ) -> tuple[InFlight, Values]:
         """Waits for segment k, and for the transfers during it."""
         groups = self.groups[k], self.groups[(k + 1) % len(self.groups)]
         # The barrier has the buffers of these transfers alone. Others may move.
-        slots = {
-            n: transfer_state.slots[n] for group in groups for n in group.slot_positions
-        }
+        slots = {n: state.slots[n] for group in groups for n in group.slot_positions}
         positions = [n for group in groups for n in group.positions]
-        stacks = {n: x for n in positions if on_host(x := transfer_state.stacks[n])}
-        weights = transfer_state.weights if self.fetches_weights else {}
-        moving = slots, stacks, transfer_state.inputs, weights, transfer_state.frozen
-        (slots, stacks, inputs, weights, frozen), computed = after_all(
-            (moving, computed)
-        )
+        stacks = {n: x for n in positions if on_host(x := state.stacks[n])}
+        first = 0 if self.fetches_weights else len(self.weights.stacks)
+        weights = {n: x for n, x in state.weights.items() if n >= first}
+        moving = slots, stacks, state.inputs, weights
+        (slots, stacks, inputs, weights), computed = after_all((moving, computed))
         replace = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
-        return InFlight(
-            replace(transfer_state.slots, slots),
-            replace(transfer_state.stacks, stacks),
-            inputs,
-            transfer_state.weights | weights,
-            frozen,
-        ), computed
+        slots, stacks = replace(state.slots, slots), replace(state.stacks, stacks)
+        return InFlight(slots, stacks, inputs, state.weights | weights), computed

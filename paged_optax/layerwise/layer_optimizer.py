@@ -18,10 +18,10 @@ from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.platforms import barrier_on_cpu
 from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
+from paged_optax.layerwise.layer_tree import LayerNumbers
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.segments import Group
-from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
+from paged_optax.layerwise.slices import LayerIndex, read_moment, write_moment
 from paged_optax.layerwise.tree_update import TreeUpdate, Updated
 from paged_optax.layerwise.weights import (
     add_in_place,
@@ -47,36 +47,24 @@ _LAYERS_ON_DEVICE = 3
 class LayerOptimizer:
     """Updates layers, and the rest."""
 
-    layered: LayeredState
     tree: TreeUpdate
     enabled: Gate = True
 
-    @classmethod
-    def create(
-        cls,
-        tx: optax.GradientTransformation,
-        layered: LayeredState,
-        gradients: PyTree[Array],
-        enabled: Gate,
-        tree: LayerTree | None,
-        tree_state: PyTree,
-    ) -> "LayerOptimizer":
-        """Traces the update; `tree` is None if the stacks are the loss's own tree."""
-        extended = optax.with_extra_args_support(tx)
-        dtypes = _dtypes(layered, gradients)
-        update = TreeUpdate.create(extended, tree, layered, tree_state, dtypes)
-        return cls(layered, update, enabled)
+    @property
+    def layered(self) -> LayeredState:
+        """The parameters and the state, stacked."""
+        return self.tree.layered
 
-    def in_chunks(
-        self, layered: LayeredState, gradients: PyTree[Array]
-    ) -> "LayerOptimizer":
-        """Updates large parameters outside the layers in chunks, one with each layer.
+    def in_chunks(self, numbers: Sequence[int]) -> "LayerOptimizer":
+        """Updates parameters outside the layers in chunks, one with each layer.
 
         Raises:
           ValueError: If their rows cannot be updated alone.
         """
-        tree = self.tree.in_chunks(layered, _dtypes(layered, gradients))
-        return LayerOptimizer(layered, tree, self.enabled)
+        layered = self.layered.in_chunks(numbers)
+        self.tree.same.check_complete(self.tree.tree, layered, numbers)
+        tree = dataclasses.replace(self.tree, layered=layered)
+        return LayerOptimizer(tree, self.enabled)
 
     def only_if(self, enabled: Gate) -> "LayerOptimizer":
         """The same optimizer, with updates that depend on `enabled`."""
@@ -101,7 +89,7 @@ class LayerOptimizer:
         (every,), length = self.layered.grouped(1), self.layered.length
         shards = self.layered.slot_shards
         state = [
-            read_slice(x, i, length, divided)
+            read_moment(x, i, length, divided)
             for x, divided in zip(slots, shards, strict=True)
         ]
         # All leaves are one group of isolated leaves: one leaf's moments are written
@@ -109,7 +97,7 @@ class LayerOptimizer:
         with within(isolate=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
         slots = [
-            write_slice(x, new, i, length, divided)
+            write_moment(x, new, i, length, divided)
             for x, new, divided in zip(slots, moments, shards, strict=True)
         ]
         new = dict(zip(every.positions, leaves, strict=True))
@@ -137,26 +125,24 @@ class LayerOptimizer:
           The leaves' new moments, and the leaves.
         """
         layered = self.layered
-        numbers = [layered.numbers[n] for n in group.positions]
+        moments = dict(
+            zip(
+                [layered.slot_numbers[n] for n in group.slot_positions],
+                state,
+                strict=True,
+            )
+        )
+        read = [
+            moments.get(k, x if n is None or not jax.tree.leaves(x)[0].ndim else None)
+            for k, (x, n) in enumerate(
+                zip(layered.state, layered.param_indices, strict=True)
+            )
+        ]
 
         def subset(values: Sequence[Array | None]) -> list[Array | None]:
-            selected = (values[n] for n in group.positions)
-            by_number = dict(zip(numbers, selected, strict=True))
+            by_number = {layered.numbers[n]: values[n] for n in group.positions}
             return [by_number.get(n) for n in range(len(layered.params))]
 
-        items = zip(layered.stacked, layered.param_indices, strict=True)
-        in_group = [
-            stacked and param_index in numbers for stacked, param_index in items
-        ]
-        shared = [
-            param_index is None or not jax.tree.leaves(x)[0].ndim
-            for x, param_index in zip(layered.state, layered.param_indices, strict=True)
-        ]
-        moments = iter(state)
-        read = [
-            next(moments) if moment else x if count else None
-            for x, moment, count in zip(layered.state, in_group, shared, strict=True)
-        ]
         old = [x for n in group.positions if (x := weights[n]) is not None]
 
         def update() -> tuple[list[Stored], list[Array]]:
@@ -164,7 +150,8 @@ class LayerOptimizer:
             layer = np.int32(i) if isinstance(i, int) else i
             args = subset(gradients), read, subset(weights), layer
             leaves, new = self._jitted(*args)
-            result = list(compress(new, in_group)), [leaves[n] for n in numbers]
+            leaves = [leaves[layered.numbers[n]] for n in group.positions]
+            result = [new[k] for k in moments], leaves
             return self._if_it_happens(result, (list(state), old))
 
         return barrier_on_cpu(update)
@@ -248,19 +235,16 @@ class LayerOptimizer:
         only = lambda leaves: [
             x if flag else None for x, flag in zip(leaves, taken, strict=True)
         ]
-        moments = [
-            not stacked and param_index not in left
-            for stacked, param_index in zip(
-                layered.stacked, layered.param_indices, strict=True
-            )
-        ]
-        members = self.tree.state_members
-        fetch = lambda x, member: (
-            jax.tree.map(on_device, x) if isinstance(member, LayerNumbers) else x
+        items = zip(
+            layered.state, layered.param_indices, self.tree.state_members, strict=True
         )
         fetched = [
-            fetch(x, member) if flag else None
-            for x, member, flag in zip(layered.state, members, moments, strict=True)
+            None
+            if k in layered.slot_numbers or n in left
+            else jax.tree.map(on_device, x)
+            if isinstance(member, LayerNumbers)
+            else x
+            for k, (x, n, member) in enumerate(items)
         ]
         with only_if(self.enabled), self._context():
             leaves, state = self.tree.rest(only(updates), fetched, only(params), add)
@@ -296,10 +280,3 @@ class LayerOptimizer:
         # On several devices the weights of two more layers are small.
         isolate = (offloaded and on_one_device(layers)) or current().isolate
         return within(fetched=True, spare_bytes=int(spare), isolate=isolate)
-
-
-def _dtypes(layered: LayeredState, gradients: PyTree[Array]) -> list[np.dtype]:
-    """The dtypes of the gradients of all parameters."""
-    partition = layered.partition
-    others = [x.dtype for x in partition.others(partition.rest)]
-    return partition.combine([x.dtype for x in jax.tree.leaves(gradients)], others)

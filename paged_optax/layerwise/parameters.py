@@ -1,7 +1,6 @@
 """Partitions parameters into stacked layers and the rest."""
 
 import dataclasses
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ from paged_optax.backend.memory import (
     on_host,
     typed_by_memory,
 )
-from paged_optax.backend.text import keystr, parse_bytes, path_name
+from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import PyTreeDef, is_committed
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
@@ -121,7 +120,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
       The layers, with the larger leaves in host memory.
 
     Raises:
-      ValueError: If layers are not stacked.
+      ValueError: If the layers' stacks have different lengths.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -131,7 +130,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     """
     smallest = parse_bytes("min_size", min_size)
     check_arrays("layers", layers)
-    check_stacked(layers)
+    stack_length(layers)
 
     def place(x: Shaped) -> Array | jax.ShapeDtypeStruct:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
@@ -165,7 +164,6 @@ def from_numpy(params: PyTree) -> PyTree:
 
 def stack_length(layers: PyTree) -> int:
     """Returns the number of layers: the length of every leaf's leading axis."""
-    check_stacked(layers)
     lengths: dict[int, str] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
         name = f"layers{keystr(path)}"
@@ -178,41 +176,10 @@ def stack_length(layers: PyTree) -> int:
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"layers of lengths {lengths}: stack all layers' parameters on the leading"
-            " axis of every leaf."
+            " axis of every leaf, as jax.tree.map(lambda *x: jnp.stack(x), *layers)"
+            " does with a list."
         )
     return next(iter(lengths))
-
-
-def check_stacked(layers: PyTree) -> None:
-    """Raises if layers are a list, or a mapping whose keys number them.
-
-    A layer may be a list of parts whose parameters are stacked. Some parameter is then
-    a stack of matrices, and all have one length.
-    """
-    flat = jax.tree_util.tree_flatten_with_path(layers)[0]
-    names = {path_name(path[:1]): path[0] for path, _ in flat if path}
-    matches = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
-    numbers = {(x[1], int(x[2])) for x in matches if x}
-    prefixes = {prefix for prefix, _ in numbers}
-    if len(prefixes) != 1 or {n for _, n in numbers} != set(range(len(names))):
-        return
-    (prefix,) = prefixes
-    shapes = [x.shape for _, x in flat]
-    if all(len(path) == 1 for path, _ in flat):  # each an array
-        matrices = len(shapes[0]) == 2 and len(set(shapes)) == 1
-        stacked = bool(prefix) or len(shapes) == 1 or not matrices
-    else:
-        one_length = len({shape[:1] for shape in shapes}) == 1
-        stacked = one_length and max(map(len, shapes)) >= 3
-    if stacked:
-        return
-    raise ValueError(
-        f"layers numbers its children, {prefix}0 to {prefix}{len(names) - 1}, as if"
-        " each was one layer: stack them, so that every leaf has all layers on its"
-        " leading axis, as jax.tree.map(lambda *x: jnp.stack(x), *layers) does with a"
-        " list. Parts of a layer that are stacked already need other names than"
-        " numbers. model.stack(params) stacks what split_layers took apart."
-    )
 
 
 def placed_shape(x: Shaped) -> jax.ShapeDtypeStruct:

@@ -7,8 +7,6 @@ in as many groups as there are segments.
 """
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Opaque
-from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.layerwise.slices import LayerIndex
-from paged_optax.layerwise.weights import Weights
+from paged_optax.analysis.program import Constant, Equation
 
 #: `between(k, computed)` is called after segment k, and returns the computed values.
 Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
@@ -58,7 +53,7 @@ def in_segments(
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     flat = Flat(closed, checkpoints=False)
-    work = [_work(flat, eqn) for eqn in flat.eqns]
+    work = [0.0 if x.traced is None else _operations(x.traced) for x in flat.eqns]
     cuts = _cuts(work, ends)
     bound = _results(flat)
     for eqn, size in zip(flat.eqns, work, strict=True):
@@ -111,45 +106,26 @@ def _results(flat: Flat) -> set[int]:
     return results
 
 
-def _work(flat: Flat, eqn: Equation) -> float:
-    return _operations(
-        eqn.primitive.name,
-        {k: x.value if isinstance(x, Opaque) else x for k, x in eqn.params},
-        [tuple(flat.shape(x)) for x in eqn.inputs],
-        [tuple(flat.shape(x)) for x in eqn.outputs],
-    )
-
-
-def _operations(
-    primitive: str,
-    params: Mapping[str, object],
-    operands: Sequence[tuple[int, ...]],
-    results: Sequence[tuple[int, ...]],
-) -> float:
-    """Counts a primitive's operations, given its operands' and results' shapes."""
-    entries = sum(map(math.prod, results))
-    match primitive, params:
-        case "dot_general", {"dimension_numbers": (((*summed,), _), _)}:
+def _operations(eqn: core.JaxprEqn) -> float:
+    """Counts the operations of an equation."""
+    shape = lambda x: getattr(x.aval, "shape", ())
+    operands = list(map(shape, eqn.invars))
+    entries = sum(math.prod(shape(x)) for x in eqn.outvars)
+    match eqn.primitive.name, eqn.params.get("dimension_numbers"):
+        case "dot_general", (((*summed,), _), _):
             return 2.0 * entries * math.prod(operands[0][i] for i in summed)
-        case _, {"dimension_numbers": lax.ConvDimensionNumbers() as numbers}:
+        case _, lax.ConvDimensionNumbers() as numbers:
             features = operands[1][numbers.rhs_spec[0]]
             return 2.0 * entries * math.prod(operands[1]) / features
         case _:
             pass
     inner = sum(
-        _operations(
-            eqn.primitive.name,
-            eqn.params,
-            [getattr(x.aval, "shape", ()) for x in eqn.invars],
-            [getattr(x.aval, "shape", ()) for x in eqn.outvars],
-        )
-        for jaxpr in core.jaxprs_in_params(dict(params))
-        for eqn in jaxpr.eqns
+        _operations(x)
+        for jaxpr in core.jaxprs_in_params(eqn.params)
+        for x in jaxpr.eqns
     )
-    iterations = params.get("length", 1)
-    return (
-        iterations if isinstance(iterations, int) else 1
-    ) * inner + _AN_ENTRY * entries
+    length = eqn.params.get("length", 1)
+    return (length if isinstance(length, int) else 1) * inner + _AN_ENTRY * entries
 
 
 # More groups hold fewer bytes on the device. With four, a group is about one large
@@ -170,26 +146,24 @@ class Group(NamedTuple):
 
 
 def grouped(
-    positions: Sequence[int],
-    param_indices: Sequence[int],
-    travel: Sequence[int],
+    travel: Mapping[int, int],
+    param_indices: Sequence[int] = (),
     maximum: int | None = None,
 ) -> list[Group]:
     """Divides a layer's leaves into groups of about equal travel.
 
     Args:
-      positions: The positions of the leaves.
+      travel: The bytes of each leaf that travel, by its position.
       param_indices: For each of the state's stacks, the position of its leaf.
-      travel: For each of `positions`, the bytes that travel.
       maximum: The largest number of groups; None uses the default.
 
     Returns:
       The groups.
     """
-    count = min(maximum or _GROUPS, sum(map(bool, travel)))
+    count = min(maximum or _GROUPS, sum(map(bool, travel.values())))
     groups: list[list[int]] = [[] for _ in range(max(1, count))]
     sizes = [0] * len(groups)
-    for size, index in sorted(zip(travel, positions, strict=True), reverse=True):
+    for size, index in sorted(((x, n) for n, x in travel.items()), reverse=True):
         minimum = sizes.index(min(sizes))
         groups[minimum].append(index)
         sizes[minimum] += size
@@ -204,45 +178,6 @@ def grouped(
         )
         for _, group in sorted(zip(sizes, groups, strict=True))
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenPortions:
-    """Frozen stacks in portions, one of which is fetched during each segment.
-
-    Attributes:
-      weights: The layers' parameters.
-      count: The number of portions.
-    """
-
-    weights: Weights
-    count: int
-
-    @functools.cached_property
-    def positions(self) -> list[tuple[int, ...]]:
-        """For each portion, the positions of its stacks in host memory."""
-        stacks = self.weights.frozen
-        offloaded = [n for n, x in enumerate(stacks) if on_host(x)]
-        travel = [nbytes(stacks[n]) for n in offloaded]
-        groups = grouped(offloaded, (), travel, self.count)
-        return [group.positions for group in groups] + [()] * (self.count - len(groups))
-
-    @property
-    def sizes(self) -> list[int]:
-        """The bytes of each portion, for all layers."""
-        stacks = self.weights.frozen
-        return [sum(nbytes(stacks[n]) for n in share) for share in self.positions]
-
-    def fetch(self, k: int, i: LayerIndex) -> dict[int, Array]:
-        """Begins to fetch portion k of layer i; keyed by position."""
-        return {n: self.weights.read_frozen(n, i) for n in self.positions[k]}
-
-    def slices(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
-        """Layer i, with its fetched portions."""
-        return [
-            fetched[n] if n in fetched else self.weights.read_frozen(n, i)
-            for n in range(len(self.weights.frozen))
-        ]
 
 
 def ends_of(

@@ -29,7 +29,7 @@ from paged_optax.layerwise.layer_tree import (
     tree_leaves,
 )
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.same_updates import SameUpdates
+from paged_optax.layerwise.same_updates import SameUpdates, tree_shapes
 from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.layerwise.weights import on_device
 from paged_optax.state.leaves import is_quantized
@@ -78,11 +78,10 @@ class TreeUpdate:
     @classmethod
     def create(
         cls,
-        tx: optax.GradientTransformationExtraArgs,
+        tx: optax.GradientTransformation,
         tree: LayerTree | None,
         layered: LayeredState,
         tree_state: PyTree,
-        dtypes: Sequence[np.dtype],
     ) -> "TreeUpdate":
         """Traces the update.
 
@@ -92,46 +91,33 @@ class TreeUpdate:
         Raises:
           ValueError: If `tx` mixes parameters, or several elements of a stack.
         """
-        grads = _with_dtypes(layered, dtypes)
-        if tree is None:
-            tree = LayerTree.of_stacks(layered.partition.structure)
-            same = SameUpdates.create(tx, tree, layered.params, grads)
-            sliced = [n for n, flag in enumerate(layered.sliced) if flag]
-            same.check_complete(layered, grads, sliced)
-            layered.check_same_stacks()
-            members, structure = range(len(layered.state)), layered.state_structure
-            plain = same.whole.state == [
-                str(jax.tree.map(dtype_and_shape, x)) for x in layered.state
-            ]
-            return cls(tx, tree, layered, structure, members, same, plain)
-        structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
-        same = SameUpdates.create(tx, tree, layered.params, grads)
-        members = tree.get_members(structure)
-        return cls(tx, tree, layered, structure, members, same)
-
-    def in_chunks(
-        self, layered: LayeredState, dtypes: Sequence[np.dtype]
-    ) -> "TreeUpdate":
-        """The same update, with parameters outside the layers updated in chunks.
-
-        Raises:
-          ValueError: If the rows of a chunked parameter are not updated alone.
-        """
-        grads = _with_dtypes(layered, dtypes)
-        self.same.check_complete(layered, grads, layered.chunked)
-        return dataclasses.replace(self, layered=layered)
-
-    @property
-    def kinds(self) -> tuple[int, ...]:
-        """For each layer, the number of its kind."""
-        return self.same.kinds or (0,) * self.layered.length
+        tx = optax.with_extra_args_support(tx)
+        if tree is not None:
+            same = SameUpdates.create(tx, tree, layered)
+            structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
+            members = tree.get_members(structure)
+            return cls(tx, tree, layered, structure, members, same)
+        tree = LayerTree.of_stacks(layered.partition.structure)
+        same = SameUpdates.create(tx, tree, layered)
+        sliced = [n for n, flag in enumerate(layered.sliced) if flag]
+        same.check_complete(tree, layered, sliced)
+        layered.check_same_stacks()
+        members, structure = range(len(layered.state)), layered.state_structure
+        described = lambda leaves: [
+            str(jax.tree.map(dtype_and_shape, x)) for x in leaves
+        ]
+        with within(plain=True):
+            shapes = tree_shapes(tree, layered.params)
+            state = jax.eval_shape(lambda x: tx.init(x), shapes)
+        plain = described(jax.tree.leaves(state)) == described(layered.state)
+        return cls(tx, tree, layered, structure, members, same, plain)
 
     @functools.cached_property
     def by_kind(self) -> list[list[int]]:
         """The layers of each kind."""
         return [
-            [i for i, kind in enumerate(self.kinds) if kind == k]
-            for k in range(max(self.kinds) + 1)
+            [i for i, kind in enumerate(self.same.kinds) if kind == k]
+            for k in range(max(self.same.kinds) + 1)
         ]
 
     def layer(
@@ -155,7 +141,7 @@ class TreeUpdate:
         runs = [functools.partial(self._updated, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:
             return runs[0](i, updates, state, params)
-        which = jnp.asarray(np.asarray(self.kinds, np.int32))[i]
+        which = jnp.asarray(np.asarray(self.same.kinds, np.int32))[i]
         return lax.switch(which, runs, i, updates, state, params)
 
     def rest(
@@ -270,14 +256,6 @@ class TreeUpdate:
                 for m, x in zip(self.state_members, state, strict=True)
             ],
         )
-
-
-def _with_dtypes(
-    layered: LayeredState, dtypes: Sequence[np.dtype]
-) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of the gradients of all parameters, stacked."""
-    pairs = zip(layered.params, dtypes, strict=True)
-    return [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in pairs]
 
 
 def only(

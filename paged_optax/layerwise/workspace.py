@@ -255,24 +255,17 @@ class GradientWorkspace:
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the layers' parameters, and the others."""
-        children = by_name(params) or {}
-        errors: list[ValueError] = []
-        for key in sorted(children, key=lambda key: key != "layers"):
-            rest = {name: x for name, x in children.items() if name != key}
-            try:
-                self.check(children[key], rest)
-            except ValueError as error:
-                errors.append(error)
-            else:
-                return children[key], rest
-        raise (
-            errors[0]
-            if errors
-            else ValueError(
+        rest = by_name(params)
+        if not rest:
+            raise ValueError(
                 f"params is of type {type(params).__name__}: pass the mapping of all"
                 " parameters, as layerwise_step gets it."
             )
-        )
+        layer = jax.tree.structure(self.gradients)
+        same = (name for name, x in rest.items() if jax.tree.structure(x) == layer)
+        layers = rest.pop("layers" if "layers" in rest else next(same, [*rest][0]))
+        self.check(layers, rest)
+        return layers, rest
 
     def check(self, layers: PyTree, rest: PyTree = None) -> None:
         """Raises if the workspace is allocated for a model of other sizes.

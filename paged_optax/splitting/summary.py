@@ -9,12 +9,8 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import dtype_and_shape, readable_bytes, table
-from paged_optax.splitting.dependence import (
-    find_sources,
-    live_equations,
-    source_line,
-)
-from paged_optax.splitting.pieces import Pieces
+from paged_optax.splitting.assembly import Pieces
+from paged_optax.splitting.dependence import source_line
 from paged_optax.splitting.split_loss import Loss, SplitLoss
 
 _LOGITS = (
@@ -113,7 +109,7 @@ def _activations(
     fixed = {*range(parameters), *flat.constants}
     values: list[tuple[Equation, int]] = []
     # XLA removes equations that the results do not need.
-    for n in live_equations(flat, find_sources(flat)):
+    for n in flat.needed(flat.outputs):
         eqn = flat.eqns[n]
         if fixed.issuperset(eqn.numbers):
             fixed.update(eqn.outputs)
