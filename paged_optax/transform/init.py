@@ -166,7 +166,8 @@ class NewState:
         ]
         closed, shapes = trace(paged.inner.init, params)
         check_effects(closed)
-        layout = paged.layout(params, shapes, shapes, shards)
+        settings = paged.rules, paged.per_parameter_steps
+        layout = StateLayout.create(shapes, shapes, params, shards, *settings)
         # Moments of a parameter stay or go as one, and so do moments of a stack.
         stack_of = dict(current().stacks)
         owners = [("stack", stack_of[x]) if x in stack_of else x for x in paths]

@@ -116,7 +116,10 @@ class PagedTransformation:
             init = lambda params: self.inner.init(params)
             shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, like))
             param_indices = None
-        layout = self.layout(like, shapes, state, shards, param_indices)
+        settings = self.rules, self.per_parameter_steps
+        layout = StateLayout.create(
+            shapes, state, like, shards, *settings, param_indices
+        )
         try:
             return layout, layout.take_apart(state)
         except OtherLayoutError:
@@ -124,26 +127,6 @@ class PagedTransformation:
         except ValueError as error:
             check_state_structure(self.inner, like, state, error)
             raise
-
-    def layout(
-        self,
-        params: PyTree,
-        shapes: PyTree,
-        state: PyTree,
-        shards: Sequence[Shards | None],
-        param_indices: Sequence[int | None] | None = None,
-    ) -> StateLayout:
-        """Returns a state's layout, given the shapes of the state of `inner`.
-
-        `shards` has the shards of each parameter's moments, and `param_indices` the
-        parameter of each of the shapes; None to compute them.
-        """
-        if param_indices is None:
-            param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
-        settings = self.rules, self.per_parameter_steps
-        return StateLayout.create(
-            shapes, state, params, param_indices, shards, *settings
-        )
 
     def geometry(
         self,
