@@ -13,7 +13,7 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import check_loss, loss_and_metrics
+from paged_optax.layerwise.loss import check_loss, has_metrics
 from paged_optax.splitting.assembly import Pieces, assembled
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import Depends, SplitError, source_line
@@ -107,7 +107,7 @@ class Loss:
         lists, leaves = self.lists, self.leaves
         inlined = Flat(closed, derivatives=False)
         args = ("params", self.params), ("frozen", self.frozen), ("batch", batch)
-        losses = len(jax.tree.leaves(loss_and_metrics(shapes)[0]))
+        losses = len(jax.tree.leaves(shapes[0] if has_metrics(shapes) else shapes))
         warn_of_lost_state(inlined, args, losses)
         known = [*scans(flat, leaves), *indexed(inlined, leaves, lists), *lists]
         known.sort(key=lambda x: -x.nbytes(flat.avals))
