@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.flat import Flat, effectful
 from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
@@ -92,7 +92,13 @@ class Loss:
         traced = self.traced(batch)
         closed, shapes = traced.jaxpr, traced.out_info
         check_loss("loss", shapes)
-        _check_effects(closed.jaxpr)
+        for eqn in effectful(closed.jaxpr):
+            where = source_line(Equation(eqn.primitive, (), (), (), eqn))
+            raise SplitError(
+                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
+                " print, a callback or a check would run twice for each layer, or not"
+                " at all. Leave it out of the training loss."
+            )
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         inlined, leaves = Flat(closed, derivatives=False), self.leaves
         warn_of_lost_state(inlined, len(jax.tree.leaves(self.params)), self.frozen)
@@ -116,7 +122,8 @@ class Loss:
                 continue
             # Layers without parameters in common with these stay whole.
             used, others = layers.leaves, list[Candidate]()
-            for other in (*known, *(y for x in known for y in x.parts())):
+            same = [x for x in known if x.shown == layers.shown]
+            for other in (*known, *(y for x in same for y in x.parts())):
                 if used.isdisjoint(other.leaves):
                     others.append(other)
                     used |= other.leaves
@@ -249,17 +256,3 @@ def _check_same_stacks(first: Candidate, layers: Candidate) -> None:
         " determines the stacks. Call split_layers with such a batch for a second"
         " model, and stack parameters with that model; or use the layers in one order."
     )
-
-
-def _check_effects(jaxpr: core.Jaxpr) -> None:
-    for eqn in jaxpr.eqns:
-        if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            # The message names the equation within a scan or a call.
-            for inner in core.jaxprs_in_params(eqn.params):
-                _check_effects(inner)
-            where = source_line(Equation(eqn.primitive, (), (), (), eqn))
-            raise SplitError(
-                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
-                " print, a callback or a check would run twice for each layer, or not"
-                " at all. Leave it out of the training loss."
-            )

@@ -1,6 +1,7 @@
 """Stacks the layers' parameters, and unstacks them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -32,10 +33,14 @@ class Stacking:
     """Correspondence of a tree of parameters to its stacks."""
 
     argument: str  # the user's name for the tree
-    structure: PyTreeDef
-    shapes: Mapping[str, tuple[int, ...]]  # of each leaf, by path
+    types: PyTree[jax.ShapeDtypeStruct]  # of the tree
     layers: Mapping[Names, Stack]
     rest: Mapping[Names, int]  # the other leaves, by name
+
+    @property
+    def structure(self) -> PyTreeDef:
+        """The tree's structure."""
+        return jax.tree.structure(self.types)
 
     def stacked(
         self, tree: PyTree, *, on_host: bool | Literal["all"], min_size: int | str
@@ -47,14 +52,14 @@ class Stacking:
                 " other parameters too."
             )
         leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
-        layers: dict[Names, Shaped] = {}
-        for name, stack in self.layers.items():
-            subset = [leaves[n] for n in stack.leaves]
-            # Leaves are released as they are stacked if the caller holds no references.
-            if on_host:
-                layers[name] = _on_host(subset, stack.axis, min_size)
-            else:
-                layers[name] = stack_leaves(subset, stack.axis)
+        # Leaves are released as they are stacked if the caller holds no references.
+        stack = (
+            functools.partial(_on_host, min_size=min_size) if on_host else stack_leaves
+        )
+        layers = {
+            name: stack([leaves[n] for n in x.leaves], x.axis)
+            for name, x in self.layers.items()
+        }
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
             rest = {
@@ -75,8 +80,9 @@ class Stacking:
                     f" {x.shape}, and the model that split_layers was given has {count}"
                     " layers: pass the stacks of all of them."
                 )
-            slices = unstack_leaf(x, count, stack.axis)
-            for n, part in zip(stack.leaves, slices, strict=True):
+            for n, part in zip(
+                stack.leaves, unstack_leaf(x, count, stack.axis), strict=True
+            ):
                 leaves[n] = part
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
         for n, x in zip(self.rest.values(), rest, strict=True):
@@ -114,16 +120,16 @@ class Stacking:
         self, move: Callable[[Shaped, int], Shaped]
     ) -> Callable[[int, PyTree], PyTree]:
         """Moves the layers' axis of a stack's moment, given its parameter's number."""
-        names = dict(enumerate(self.shapes))
+        shapes = list(_leaf_shapes(self.types).items())
         axes = {x.leaves[0]: x.axis for x in self.layers.values()}
 
         def moved(n: int, x: PyTree) -> PyTree:
-            axis, sizes = axes.get(n), self.shapes[names[n]]
+            axis, (name, sizes) = axes.get(n), shapes[n]
             if not axis or not getattr(x, "ndim", 1):
                 return x
             if is_quantized(x) or len(x.shape) != len(sizes):
                 raise ValueError(
-                    f"the layers of {self.argument}{names[n]} are on axis {axis}, and"
+                    f"the layers of {self.argument}{name} are on axis {axis}, and"
                     " its state has other axes, as encoded and factored moments have:"
                     " keep the state in stacks, or make it by model.init."
                 )
@@ -133,26 +139,25 @@ class Stacking:
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)
-        leaves, structure = jax.tree.flatten(tree)
-        shapes = leaf_shapes(tree)
-        names = {**self.shapes, **shapes}
-        differ = [x for x in names if self.shapes.get(x) != shapes.get(x)]
-        if differ or structure != self.structure:
-            name = differ[0] if differ else ""
+        shapes, known = _leaf_shapes(tree), _leaf_shapes(self.types)
+        for name in known | shapes:
+            if known.get(name) != shapes.get(name):
+                raise ValueError(
+                    f"{self.argument}{name} has shape {shapes.get(name)}, and"
+                    f" split_layers was given {known.get(name)}. Pass a tree that the"
+                    " loss takes, as model.unstack returns it, or split the model"
+                    " again."
+                )
+        if jax.tree.structure(tree) != self.structure:
             raise ValueError(
-                f"{self.argument}{name} has shape {shapes.get(name)}, and split_layers"
-                f" was given {self.shapes.get(name)}. Pass a tree that the loss takes,"
-                " as model.unstack returns it, or split the model again."
-                if differ
-                else f"{self.argument} has other containers than split_layers was"
-                " given. Pass a tree as model.unstack returns it."
+                f"{self.argument} has other containers than split_layers was given."
+                " Pass a tree as model.unstack returns it."
             )
-        return leaves
+        return jax.tree.leaves(tree)
 
 
-def leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """The shapes of a tree's leaves, by path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+def _leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {keystr(path): tuple(x.shape) for path, x in leaves}
 
 
