@@ -228,14 +228,6 @@ class Flat:
             return self.shape(value), value.dtype
         return self.shape(value), str(self.avals[value].dtype)
 
-    def dependents(self, values: Iterable[int]) -> set[int]:
-        """Returns these values, and all that depend on them."""
-        dependents = set(values)
-        for eqn in self.eqns:
-            if not dependents.isdisjoint(eqn.numbers):
-                dependents.update(eqn.outputs)
-        return dependents
-
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Returns whether all are of a leaf's shape, or scalars."""
         return all(self.shape(x) in (shape, ()) for x in operands)
@@ -300,8 +292,8 @@ def check_effects(closed: core.ClosedJaxpr) -> None:
     """
     for eqn in effectful(closed.jaxpr):
         raise ValueError(
-            f"this transformation cannot be paged: `{eqn.primitive.name}` has an"
-            " effect besides its results (a print, a callback, a check, a write to a"
+            f"this transformation cannot be paged: `{eqn.primitive.name}` has an effect"
+            " besides its results (a print, a callback, a check, a write to a"
             " reference), and pages are computed for their results alone. Chain the"
             " part that has it outside, as in optax.chain(optax.stateless(...),"
             " paged(...))."
