@@ -1,7 +1,6 @@
 """Stacks the layers' parameters, and unstacks them."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -52,25 +51,26 @@ class Stacking:
                 " other parameters too."
             )
         leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
-        # Leaves are released as they are stacked if the caller holds no references.
-        stack = (
-            functools.partial(_on_host, min_size=min_size) if on_host else stack_leaves
-        )
-        layers = {
-            name: stack([leaves[n] for n in x.leaves], x.axis)
-            for name, x in self.layers.items()
-        }
-        rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
+        layers: dict[Names, Shaped] = {}
+        for name, x in self.layers.items():
+            subset = [leaves[n] for n in x.leaves]
+            layers[name] = (
+                _on_host(subset, x.axis, min_size)
+                if on_host
+                else stack_leaves(subset, x.axis)
+            )
+        # Objects with `__array__` are read into NumPy arrays.
+        known = Array, np.ndarray, jax.ShapeDtypeStruct
+        read = lambda x: x if isinstance(x, known) else np.asarray(x)
+        rest = {name: read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
-            rest = {
-                name: x if nbytes(x) < smallest else place_on_host(x)
-                for name, x in rest.items()
-            }
+            place = lambda x: x if nbytes(x) < smallest else place_on_host(x)
+            rest = {name: place(x) for name, x in rest.items()}
         return {"layers": nested(layers), "rest": nested(rest)}
 
     def unstacked(self, stacked: PyTree) -> PyTree:
         """Restores the tree from its stacks."""
-        leaves: list[Shaped | None] = [None] * self.structure.num_leaves
+        leaves: dict[int, Shaped] = {}
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for (names, stack), x in zip(self.layers.items(), layers, strict=True):
             count = len(stack.leaves)
@@ -80,14 +80,12 @@ class Stacking:
                     f" {x.shape}, and the model that split_layers was given has {count}"
                     " layers: pass the stacks of all of them."
                 )
-            for n, part in zip(
-                stack.leaves, unstack_leaf(x, count, stack.axis), strict=True
-            ):
-                leaves[n] = part
+            parts = unstack_leaf(x, count, stack.axis)
+            leaves.update(zip(stack.leaves, parts, strict=True))
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
-        for n, x in zip(self.rest.values(), rest, strict=True):
-            leaves[n] = x
-        return jax.tree.unflatten(self.structure, leaves)
+        leaves.update(zip(self.rest.values(), rest, strict=True))
+        in_order = [leaves[n] for n in range(len(leaves))]
+        return jax.tree.unflatten(self.structure, in_order)
 
     @property
     def has_stacks(self) -> bool:
@@ -203,21 +201,15 @@ def _on_host(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) ->
     return stack
 
 
-def _read(x: Shaped) -> Shaped:
-    """Reads objects with `__array__` into NumPy arrays."""
-    known = Array, np.ndarray, jax.ShapeDtypeStruct
-    return x if isinstance(x, known) else np.asarray(x)
-
-
 def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
     """Stacks moments along a new leading axis, with zeros for layers without any."""
     first = next(x for x in leaves if x is not None)
-    empty = first
+    zeros = first
     if is_traced(first):
-        empty = jnp.zeros_like(first)
+        zeros = jnp.zeros_like(first)
     elif isinstance(first, Array) and any(x is None for x in leaves):
-        empty = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
-    return stack_leaves([empty if x is None else x for x in leaves])
+        zeros = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
+    return stack_leaves([zeros if x is None else x for x in leaves])
 
 
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
@@ -227,20 +219,18 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
     if isinstance(first, jax.ShapeDtypeStruct):
         stack = jax.eval_shape(make, *leaves)
         return stack.update(sharding=_sharding(first, axis))
-    if not any(isinstance(x, Array) for x in leaves):
-        if axis is not None:
-            return np.moveaxis(np.asarray(first), axis, 0)
-        stack = np.empty((len(leaves), *first.shape), first.dtype)
-        for n, x in enumerate(leaves):
-            stack[n] = np.asarray(x)  # one at a time: some are read lazily
-        return stack
-    if axis == 0:
+    if axis == 0 and isinstance(first, Array):
         return first
-    if any(on_host(x) for x in leaves):
+    in_jax = any(isinstance(x, Array) for x in leaves)
+    if not in_jax or any(on_host(x) for x in leaves):
         # In NumPy: XLA would compute in host memory, or fail.
-        return jax.device_put(
-            stack_leaves([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
-        )
+        if axis is None:
+            stack = np.empty((len(leaves), *first.shape), first.dtype)
+            for n, x in enumerate(leaves):
+                stack[n] = np.asarray(x)  # one at a time: some are read lazily
+        else:
+            stack = np.moveaxis(np.asarray(first), axis, 0)
+        return jax.device_put(stack, _sharding(first, axis)) if in_jax else stack
     # An uncommitted leaf may be placed on the ambient mesh, as in `jnp.stack`.
     sharding = _sharding(first, axis) if is_committed(first) else None
     return jax.jit(make, out_shardings=sharding)(*leaves)
@@ -252,10 +242,9 @@ def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = (*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec)))
-    spec = (
-        (None, *spec) if axis is None else (spec[axis], *spec[:axis], *spec[axis + 1 :])
-    )
-    return sharding.update(spec=PartitionSpec(*spec))
+    layers = None if axis is None else spec[axis]
+    rest = spec if axis is None else (*spec[:axis], *spec[axis + 1 :])
+    return sharding.update(spec=PartitionSpec(layers, *rest))
 
 
 def unstack_leaf(x: Shaped, count: int, axis: int | None = None) -> list[Shaped]:
