@@ -17,7 +17,12 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.clipping import GradientStats, sum_dtype
+from paged_optax.layerwise.clipping import (
+    GradientStats,
+    HostGradients,
+    gradient_dtypes,
+    sum_dtype,
+)
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
@@ -30,7 +35,6 @@ from paged_optax.layerwise.loss import (
 )
 from paged_optax.layerwise.overlap import forward_overlapped
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.sinks import HostGradients, gradient_dtypes
 from paged_optax.layerwise.slices import (
     LayerIndex,
     over_layers,

@@ -19,8 +19,7 @@ from paged_optax.backend.platforms import barrier_on_cpu
 from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import LayerNumbers
-from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.segments import Group
+from paged_optax.layerwise.layered_state import Group, LayeredState
 from paged_optax.layerwise.slices import LayerIndex, read_moment, write_moment
 from paged_optax.layerwise.tree_update import TreeUpdate, Updated
 from paged_optax.layerwise.weights import (

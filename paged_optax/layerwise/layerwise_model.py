@@ -11,7 +11,6 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
 from paged_optax.layerwise.forward import ModelFunctions, check_same_input
 from paged_optax.layerwise.layer_tree import LayerTree
@@ -21,6 +20,7 @@ from paged_optax.layerwise.parameters import (
     from_numpy,
     placed_shape,
     stack_length,
+    widest,
 )
 from paged_optax.layerwise.tree_init import init_stacked
 from paged_optax.layerwise.weights import Frozen, on_device

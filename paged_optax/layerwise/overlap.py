@@ -12,21 +12,21 @@ from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.backend.types import in_shard_map
 from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.clipping import HostGradients, WorkspaceCarry, WorkspaceSink
 from paged_optax.layerwise.forward import (
     Activations,
     Forward,
     ForwardStart,
     PrologueGradients,
 )
-from paged_optax.layerwise.group_transfers import (
+from paged_optax.layerwise.layer_optimizer import LayerOptimizer
+from paged_optax.layerwise.segments import (
     GroupInputs,
     GroupTransfers,
     InFlight,
     Values,
     after_all,
 )
-from paged_optax.layerwise.layer_optimizer import LayerOptimizer
-from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
 from paged_optax.layerwise.slices import LayerIndex, over_layers, read_slice
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import Vectors, Weights

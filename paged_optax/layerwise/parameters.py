@@ -1,6 +1,7 @@
 """Partitions parameters into stacked layers and the rest."""
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from paged_optax.backend.memory import (
     typed_by_memory,
 )
 from paged_optax.backend.text import keystr, parse_bytes
-from paged_optax.backend.types import PyTreeDef, is_committed
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef, is_committed
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.slices import is_sliced
@@ -212,3 +213,9 @@ def zeros(
     ):
         return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
     return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)
+
+
+def widest(*trees: PyTree[ArrayOrShape]) -> np.dtype:
+    """The widest real dtype of any leaf: float32, or float64."""
+    dtypes = [jax.typeof(x).dtype for x in jax.tree.leaves(trees)]
+    return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype

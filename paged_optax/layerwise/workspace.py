@@ -17,12 +17,12 @@ from paged_optax.backend.validation import (
     check_arrays,
     parameter_dtype,
 )
-from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.parameters import (
     Shaped,
     by_name,
     placed_shape,
     stack_length,
+    widest,
     zeros,
 )
 from paged_optax.layerwise.slices import is_sliced
