@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, PyTree
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
+from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.residuals import Learned, Saved
 from paged_optax.layerwise.slices import (
     LayerIndex,
@@ -22,7 +23,6 @@ from paged_optax.layerwise.slices import (
 )
 from paged_optax.layerwise.weights import (
     Dependency,
-    Frozen,
     Prefetched,
     Weights,
     fetch_after,
@@ -140,7 +140,7 @@ class ModelFunctions:
     layer: Callable[..., PyTree]
     epilogue: Callable[..., PyTree]
     activations_on_host: bool
-    frozen: Frozen | None = None
+    frozen: Partition | None = None
     saves: Learned | None = None
 
     def _all(self, rest: Rest) -> tuple[Rest, ...]:

@@ -23,7 +23,7 @@ from paged_optax.layerwise.parameters import (
     widest,
 )
 from paged_optax.layerwise.tree_init import init_stacked
-from paged_optax.layerwise.weights import Frozen, on_device
+from paged_optax.layerwise.weights import on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.restore import abstract_state, placed_as
 
@@ -123,7 +123,7 @@ class LayerwiseModel:
         return placed_as(target, state)
 
     def functions(
-        self, params: Partition, frozen: Frozen | None, activations_on_host: bool
+        self, params: Partition, frozen: Partition | None, activations_on_host: bool
     ) -> ModelFunctions:
         """Returns the three functions for parameters of these types; steps call it.
 
@@ -213,7 +213,7 @@ class LayerwiseModel:
         count = stack_length(partition.layers)
         frozen = None
         if frozen_params:
-            frozen = Frozen.create(frozen_params[0], layers, count)
+            frozen = Partition.of_frozen(frozen_params[0], layers, count)
         model = self.functions(partition, frozen, False)
         model = on_explicit_axes(model, partition, batch, False)
         x, context = model.run_prologue(partition.rest, batch)

@@ -78,6 +78,33 @@ class Partition:
         structure = jax.tree.structure(params)
         return cls(key, layers, children, names, structure, in_layers)
 
+    @classmethod
+    def of_frozen(cls, frozen: PyTree, key: str, length: int) -> "Partition":
+        """Partitions parameters that are not trained; layers may have none.
+
+        Raises:
+          TypeError: If they are no mapping of arrays.
+          ValueError: If the number of layers differs.
+        """
+        children = by_name(frozen)
+        if children is None:
+            raise TypeError(
+                f"frozen is of type {type(frozen).__name__}: pass a dict or another"
+                " mapping that JAX knows as a pytree, with what is frozen of the layers"
+                f" stacked on a leading axis under the key {key!r}."
+            )
+        layers, name = children.setdefault(key, None), f"frozen[{key!r}]"
+        check_arrays(name, layers)
+        for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
+            if x.shape[:1] != (length,):
+                raise ValueError(
+                    f"{name}{keystr(path)} has shape {x.shape}, and params[{key!r}] has"
+                    f" {length} layers: stack what is frozen of them on a leading axis"
+                    f" of {length}. What all layers share goes into frozen beside"
+                    f" {key!r}, and to the layers as the prologue's context."
+                )
+        return cls.create(children, key)
+
     def others(self, rest: Mapping[Hashable, PyTree[Array]]) -> list[Array]:
         """Flattens a tree like `rest`, in the order of all parameters."""
         return [

@@ -42,7 +42,7 @@ from paged_optax.layerwise.step_arguments import (
 )
 from paged_optax.layerwise.tree_update import TreeUpdate
 from paged_optax.layerwise.updates import Guard, TracedStep, update_at_once
-from paged_optax.layerwise.weights import Frozen, Weights
+from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 # XLA:TPU copies whole host stacks that are updated during other layers' gradients
@@ -373,7 +373,7 @@ class LayerwiseStep:
         enabled = True if workspace.pending is None else workspace.pending.waits
         optimizer = LayerOptimizer(update, enabled)
         if frozen is not None:
-            frozen = Frozen.create(frozen, self._layers, layered.length)
+            frozen = Partition.of_frozen(frozen, self._layers, layered.length)
         model = self._model.functions(partition, frozen, self._activations_on_host)
         return TracedStep(
             model, partition, optimizer, clipping, guard, self._accumulate

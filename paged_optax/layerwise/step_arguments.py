@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
-from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    nbytes,
+    on_host,
+    typed_by_memory,
+)
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import (
     dtype_and_shape,
@@ -27,7 +33,6 @@ from paged_optax.layerwise.layer_tree import LayerTree, is_stored, stacked_shape
 from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.same_updates import tree_shapes
 from paged_optax.layerwise.slices import is_sliced
-from paged_optax.layerwise.tree_update import one_layer
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.transform.context import (
     TYPES,
@@ -79,12 +84,19 @@ def ask(
         with known_shardings(jax.tree.leaves(shapes), places):
             return tx.update(updates, state, shapes)
 
+    def layer_types(stack: Array) -> list[jax.ShapeDtypeStruct]:
+        place = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED_HOST)
+        sharding = typed_by_memory(place) if on_host(stack) else None
+        dtype = jax.typeof(stack).dtype
+        layer = jax.ShapeDtypeStruct(stack.shape[1:], dtype, sharding=sharding)
+        return [layer] * stack.shape[0]
+
     # A transformation that is not paged may fail here, with a state on the host, though
     # a layer's update does not. Real errors are raised again in the step.
     with contextlib.suppress(Exception), within(visitor=Visitor(update=answer)):
         plain = jax.tree.map(shape_dtype, params)
         if tree is not None:
-            plain, state = one_layer(tree, plain), one_layer(tree, state)
+            plain, state = (tree.unstack(x, layer_types) for x in (plain, state))
         jax.eval_shape(update, plain, state, plain)
     return answers
 

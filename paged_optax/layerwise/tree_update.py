@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.paged_array import Stored
@@ -295,19 +294,3 @@ def _placed(
 
     entries = list(map(entry, members, leaves, like))
     return tree_leaves(members, entries, lambda pair, i: pair[i != place])
-
-
-def one_layer(tree: LayerTree, stacked: PyTree) -> PyTree:
-    """The own tree of stacks whose layers are all like the first; types alone."""
-
-    def apart(stack: Array) -> list[jax.ShapeDtypeStruct]:
-        kind = jax.typeof(stack)
-        layer = jax.ShapeDtypeStruct(kind.shape[1:], kind.dtype)
-        if on_host(stack):
-            place = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED_HOST)
-            layer = jax.ShapeDtypeStruct(
-                layer.shape, layer.dtype, sharding=typed_by_memory(place)
-            )
-        return [layer] * tree.length
-
-    return tree.unstack(stacked, apart)

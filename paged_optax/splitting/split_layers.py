@@ -21,7 +21,6 @@ from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.weights import Frozen
 from paged_optax.splitting.frozen_state import STATE_RECIPE
 from paged_optax.splitting.functions import SplitFunctions
 from paged_optax.splitting.split_loss import Loss
@@ -187,7 +186,7 @@ class SplitModel(LayerwiseModel):
         return stacking.tree.on_stacks(tx) if stacking.has_stacks else tx
 
     def functions(
-        self, params: Partition, frozen: Frozen | None, activations_on_host: bool
+        self, params: Partition, frozen: Partition | None, activations_on_host: bool
     ) -> ModelFunctions:
         """See `LayerwiseModel`. The loss is traced again for new types."""
         full = lambda x: x and {**x.rest, "layers": x.layers}
