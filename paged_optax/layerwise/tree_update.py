@@ -18,7 +18,6 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import (
@@ -28,13 +27,11 @@ from paged_optax.layerwise.layer_tree import (
     tree_leaves,
 )
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.same_updates import SameUpdates, tree_shapes
+from paged_optax.layerwise.same_updates import SameUpdates
 from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.layerwise.weights import on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import (
-    UNPAGED,
-    current,
     known_shardings,
     within,
 )
@@ -63,7 +60,6 @@ class TreeUpdate:
       state_structure: The structure of the own state.
       state_members: For each leaf of the stacked state, its leaves in the own state.
       same: The kinds of layers.
-      plain: True if the stacks are the own tree, and no moment is encoded.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -72,7 +68,6 @@ class TreeUpdate:
     state_structure: PyTreeDef
     state_members: Sequence[Members]
     same: SameUpdates
-    plain: bool = False
 
     @classmethod
     def create(
@@ -102,14 +97,7 @@ class TreeUpdate:
         same.check_complete(tree, layered, sliced)
         layered.check_same_stacks()
         members, structure = range(len(layered.state)), layered.state_structure
-        described = lambda leaves: [
-            str(jax.tree.map(dtype_and_shape, x)) for x in leaves
-        ]
-        with within(plain=True):
-            shapes = tree_shapes(tree, layered.params)
-            state = jax.eval_shape(lambda x: tx.init(x), shapes)
-        plain = described(jax.tree.leaves(state)) == described(layered.state)
-        return cls(tx, tree, layered, structure, members, same, plain)
+        return cls(tx, tree, layered, structure, members, same)
 
     @functools.cached_property
     def by_kind(self) -> list[list[int]]:
@@ -215,8 +203,6 @@ class TreeUpdate:
             ),
             structure.unflatten(tree_params),
         )
-        # A slice of plain moments is updated whole, and not in pages.
-        visitor = UNPAGED if self.plain and i is not None else current().visitor
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         # A slice is divided as its stack is, which its type does not have.
         places: list[NamedSharding | None] = [None] * len(tree_params)
@@ -224,10 +210,7 @@ class TreeUpdate:
             if x is not None and i is not None and shards is not None:
                 spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])
                 places[in_place(m)] = NamedSharding(shards.mesh, spec)
-        with (
-            within(layer=i, visitor=visitor),
-            known_shardings(tree_params, places),
-        ):
+        with within(layer=i), known_shardings(tree_params, places):
             changes, new_state = self.tx.update(*args)
         tree_changes = structure.flatten_up_to(changes)
         if self.same.pruned:

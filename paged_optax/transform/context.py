@@ -9,7 +9,6 @@ caches: an inner `jax.jit` traces again in another context.
 import contextlib
 import contextvars
 import dataclasses
-import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -47,9 +46,6 @@ class Visitor:
 
 #: Traces the types of new states.
 TYPES = Visitor()
-
-#: Traces updates as if nothing were paged, with zeros for coded moments.
-UNPAGED = Visitor(update=operator.methodcaller("unpaged"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +133,7 @@ def _entered(context: TraceContext) -> Generator[None]:
         # Traced values and callbacks equal themselves alone. JAX's caches must not keep
         # them alive: a new object takes their place.
         alone = isinstance(x, Array)
-        if isinstance(x, Visitor) and x != UNPAGED:
+        if isinstance(x, Visitor):
             alone = x.init is not None or x.update is not None
         return object() if alone else x
 
