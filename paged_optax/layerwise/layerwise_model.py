@@ -68,14 +68,8 @@ class LayerwiseModel:
 
     @property
     def layer_tree(self) -> LayerTree | None:
-        """The transformation's tree of layers; None if it is the tree of stacks."""
+        """The loss's own tree; None if it is the tree of stacks."""
         return None
-
-    def on_stacks(
-        self, tx: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """Returns a transformation of the tree of stacks, by the loss's own names."""
-        return tx
 
     def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
         """Initializes the state of `tx` for stacked parameters.
@@ -92,13 +86,14 @@ class LayerwiseModel:
         Raises:
           ValueError: If the layers are not stacked, or if `tx.init` combines them.
         """
-        tree, tx = self.layer_tree, self.on_stacks(tx)
-        if tree is not None:
+        tree, leaves = self.layer_tree, jax.tree.leaves(params)
+        types = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        init = functools.partial(abstract_state, tx) if types else tx.init
+        if tree is None:
+            return init(params)
+        if tree.length:
             return init_stacked(tx, tree, params)
-        leaves = jax.tree.leaves(params)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            return abstract_state(tx, params)
-        return tx.init(params)
+        return tree.stack(init(tree.unstack(params, list)), list)
 
     def place_state(
         self, tx: optax.GradientTransformation, state: PyTree, params: PyTree

@@ -166,8 +166,7 @@ def layerwise_step(
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
-    tree, tx = model.layer_tree, model.on_stacks(tx)
-    saves = not recompute
+    tree, saves = model.layer_tree, not recompute
     return LayerwiseStep(
         model, tx, max_norm, clip, accumulate, activations_on_host, saves, layers, tree
     )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
@@ -77,11 +77,14 @@ def ask(
         return pending.gradients, pending.state
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
-        # On explicit axes an encoded moment has its parameter's sharding, which is not
-        # in the traced shapes.
-        places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
-        places = places if tree is None else [None] * len(jax.tree.leaves(shapes))
-        with known_shardings(jax.tree.leaves(shapes), places):
+        leaves = jax.tree.leaves(shapes)
+        places: list[Sharding | None] = [None] * len(leaves)
+        if tree is None or not tree.length:
+            # On explicit axes an encoded moment has its parameter's sharding, which is
+            # not in the traced shapes.
+            stacks = params if tree is None else tree.unstack(params, list)
+            places = [jax.typeof(x).sharding for x in jax.tree.leaves(stacks)]
+        with known_shardings(leaves, places):
             return tx.update(updates, state, shapes)
 
     def layer_types(stack: Array) -> list[jax.ShapeDtypeStruct]:
@@ -221,7 +224,7 @@ def check_same_state(
         fresh = tree.stack(fresh, stacked_shape)
     # Encoded moments have other shapes if they are divided on explicit axes.
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
-    typed = tree is not None and not divided
+    typed = tree is not None and tree.length and not divided
 
     def leaves_by_name(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
         flat, _ = jax.tree_util.tree_flatten_with_path(

@@ -86,17 +86,17 @@ class TreeUpdate:
           ValueError: If `tx` mixes parameters, or several elements of a stack.
         """
         tx = optax.with_extra_args_support(tx)
-        if tree is not None:
-            same = SameUpdates.create(tx, tree, layered)
+        if tree is None:
+            tree = LayerTree.of_stacks(layered.partition.structure)
+            structure, members = layered.state_structure, range(len(layered.state))
+        else:
             structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
             members = tree.get_members(structure)
-            return cls(tx, tree, layered, structure, members, same)
-        tree = LayerTree.of_stacks(layered.partition.structure)
         same = SameUpdates.create(tx, tree, layered)
-        sliced = [n for n, flag in enumerate(layered.sliced) if flag]
-        same.check_complete(tree, layered, sliced)
-        layered.check_same_stacks()
-        members, structure = range(len(layered.state)), layered.state_structure
+        if not tree.length:
+            sliced = [n for n, flag in enumerate(layered.sliced) if flag]
+            same.check_complete(tree, layered, sliced)
+            layered.check_same_stacks()
         return cls(tx, tree, layered, structure, members, same)
 
     @functools.cached_property
