@@ -42,7 +42,6 @@ class Partition:
       key: The key of the layers' parameters.
       layers: The layers' parameters, stacked.
       rest: The other parameters, by name.
-      names: The mapping's keys, in the order of its leaves.
       structure: The structure of all parameters.
       in_layers: For each parameter, true if it belongs to the layers.
     """
@@ -50,7 +49,6 @@ class Partition:
     key: str
     layers: PyTree
     rest: dict[Hashable, PyTree]
-    names: tuple[Hashable, ...]
     structure: PyTreeDef
     in_layers: tuple[bool, ...]
 
@@ -70,13 +68,12 @@ class Partition:
                 f" parameters stacked on a leading axis under the key {key!r}."
                 " layerwise_step(..., layers=...) takes another key."
             )
-        names = tuple(children)
         in_layers = tuple(
-            name == key for name in names for _ in jax.tree.leaves(children[name])
+            name == key for name, x in children.items() for _ in jax.tree.leaves(x)
         )
         layers = children.pop(key)
         structure = jax.tree.structure(params)
-        return cls(key, layers, children, names, structure, in_layers)
+        return cls(key, layers, children, structure, in_layers)
 
     @classmethod
     def of_frozen(cls, frozen: PyTree, key: str, length: int) -> "Partition":
@@ -107,12 +104,7 @@ class Partition:
 
     def others(self, rest: Mapping[Hashable, PyTree[Array]]) -> list[Array]:
         """Flattens a tree like `rest`, in the order of all parameters."""
-        return [
-            x
-            for name in self.names
-            if name != self.key
-            for x in jax.tree.leaves(rest[name])
-        ]
+        return [x for name in self.rest for x in jax.tree.leaves(rest[name])]
 
     def combine(self, layers: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Merges the layers' and the other values, in the order of all parameters."""
