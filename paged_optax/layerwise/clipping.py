@@ -113,9 +113,7 @@ class WorkspaceCarry(NamedTuple):
     """Loop carry of a backward pass that updates each layer.
 
     Attributes:
-      measure: The statistics of the layers' gradients so far.
       slots: The state's stacks.
-      workspace: The workspace.
       small: The gradients of the small leaves, of all layers.
     """
 
@@ -133,7 +131,6 @@ class WorkspaceSink:
       clipping: How gradients are clipped.
       norm: The norm to clip by; None clips a layer by its own norm.
       chunked: The gradients of the parameters that are updated in chunks.
-      length: The number of chunks.
     """
 
     clipping: Clipping
@@ -171,7 +168,6 @@ class HostGradients:
       stacks: The gradients, stacked.
       dtypes: The dtypes to update by; parameters outside the layers have none.
       clipping: How gradients are clipped.
-      norm: The global norm.
     """
 
     stacks: Sequence[Array]

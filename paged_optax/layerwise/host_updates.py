@@ -58,7 +58,6 @@ class _BatchCarry(NamedTuple):
     """Loop carry over micro-batches.
 
     Attributes:
-      stacks: The layers' parameters.
       host: The gradients of all layers, in host memory.
       workspace: The workspace without `host`.
       by_rest: The gradients of the other parameters; None before the only micro-batch.

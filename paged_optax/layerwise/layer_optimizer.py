@@ -113,13 +113,8 @@ class LayerOptimizer:
     ) -> tuple[list[Stored], list[Array]]:
         """Updates some leaves of layer i.
 
-        Args:
-          group: The leaves.
-          state: Their moments, with a leading axis of 1.
-          weights: All parameters of the layer, with a leading axis of 1, and a chunk of
-            each chunked parameter. Other leaves are not read.
-          gradients: Their gradients.
-          i: The layer.
+        All arrays have a leading axis of 1. `weights` has all parameters of the layer,
+        and a chunk of each chunked parameter. Leaves outside the group are not read.
 
         Returns:
           The leaves' new moments, and the leaves.

@@ -154,15 +154,9 @@ class _BackwardOverlap:
     ) -> tuple[InFlight, Values]:
         """Updates group k of a layer, and begins to fetch the next group.
 
-        Args:
-          i: The layer that is updated.
-          differentiated: The layer that is differentiated meanwhile, if any.
-          next_item: The layer that is differentiated next, if any.
-          offloaded: The parameters of layer i that came from the host, by position.
-          by: The gradients of layer i.
-          k: The group.
-          state: The transfers.
-          computed: The values of the other computation at this point.
+        Layer i is updated by its gradients `by`, and layer `differentiated` is computed
+        meanwhile, then `next_item`; None: no layer. The parameters of layer i that came
+        from the host are `offloaded`, and the other computation has `computed` so far.
         """
         transfers = self.transfers
         weights = [
@@ -190,8 +184,6 @@ class _ForwardOverlap:
     """Updates a layer during the forward pass of the layer before it.
 
     Attributes:
-      transfers: The groups of leaves.
-      start: The prologue's results.
       gradients: The gradients. A group's are fetched with its moments.
     """
 

@@ -39,10 +39,7 @@ class Partition:
     """A model's parameters, partitioned into layers and the rest.
 
     Attributes:
-      key: The key of the layers' parameters.
-      layers: The layers' parameters, stacked.
       rest: The other parameters, by name.
-      structure: The structure of all parameters.
       in_layers: For each parameter, true if it belongs to the layers.
     """
 

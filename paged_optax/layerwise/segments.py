@@ -66,7 +66,6 @@ class InFlight(NamedTuple):
     """Buffers in flight between host and device.
 
     Attributes:
-      slots: The state's stacks.
       stacks: The parameters of the layers, and the chunked parameters.
       inputs: The inputs of the next group's update; None after the last group.
       weights: The parameters of the layer that is computed next.
@@ -87,8 +86,6 @@ class GroupTransfers:
     """Updates groups of leaves, and orders their transfers.
 
     Attributes:
-      optimizer: The transformation.
-      weights: The layers' parameters.
       fetches_weights: If true, trained `InFlight.weights` come from the host. In a
         forward pass they are the parameters that were just updated.
     """
@@ -171,12 +168,7 @@ class GroupTransfers:
     ) -> tuple[InFlight, Values]:
         """Calls a function in segments, and updates a group before each.
 
-        Args:
-          function: The function.
-          args: Its arguments.
-          state: The transfers.
-          update: Updates a group.
-          coming: The bytes of each group that travel to the device.
+        `coming` has the bytes of each group that travel to the device.
         """
 
         def between(k: int, computed: list[ArrayLike]) -> list[ArrayLike]:
@@ -262,11 +254,8 @@ def in_segments(
 ) -> Values:
     """Calls a function in segments.
 
-    Args:
-      function: The function.
-      args: Its arguments.
-      ends: The end of each segment except the last, as a part of the work.
-      between: Is called at these ends.
+    Each segment except the last ends at a part of the work, in `ends`, where `between`
+    is called.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     flat = Flat(closed, checkpoints=False)
@@ -352,13 +341,9 @@ def ends_of(
 
     During segment k group k is written back, and group k + 1 and portion k are fetched.
 
-    Args:
-      leaving: The bytes of each group that travel to the host.
-      coming: The bytes of each group that travel to the device.
-      shares: The bytes of each frozen portion.
-
-    Returns:
-      The ends. Segments have equal lengths if none of these arrays travels.
+    The bytes of each group that travel to the host are `leaving`, those to the device
+    `coming`, and the bytes of each frozen portion `shares`. Segments have equal lengths
+    if nothing travels.
     """
     after = map(sum, zip([*coming[1:], *coming[:1]], shares, strict=True))
     done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))

@@ -51,7 +51,6 @@ class Answer(NamedTuple):
     """State of a paged transformation inside `tx`.
 
     Attributes:
-      pager: The transformation.
       moved: Its warning about moments in the wrong memory, or an empty text.
       said: The settings that must be equal in all processes.
     """

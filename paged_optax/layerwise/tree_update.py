@@ -54,7 +54,6 @@ class TreeUpdate:
     """Updates one layer, or the parameters outside the layers.
 
     Attributes:
-      tx: The transformation.
       tree: The loss's own tree.
       layered: The parameters and the state, stacked.
       state_structure: The structure of the own state.
@@ -116,14 +115,8 @@ class TreeUpdate:
     ) -> Updated:
         """Updates layer i.
 
-        Args:
-          i: The layer.
-          updates: The gradients, with a leading axis of 1.
-          state: The leaves of the state, with a leading axis of 1; and counts.
-          params: The parameters, with a leading axis of 1.
-
-        Returns:
-          The parameters, and the leaves of the state.
+        All arrays have a leading axis of 1, except counts. Returns the parameters and
+        the leaves of the state.
         """
         runs = [functools.partial(self._updated, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:

@@ -42,7 +42,6 @@ class Guard:
 
     Attributes:
       tx: The transformation without the wrapper.
-      state: The state of `tx`.
       outer: The wrapper's state, or None.
       wrapper: The wrapper, or None.
     """
@@ -101,10 +100,6 @@ class TracedStep:
     """The parts of a step that do not depend on when layers are updated.
 
     Attributes:
-      model: The model's functions.
-      partition: The parameters.
-      optimizer: Updates layers.
-      clipping: How gradients are measured and clipped.
       guard: An `apply_if_finite` around the transformation.
       accumulate: If true, a batch has several micro-batches.
       overlaps: If true, a layer is updated while another one is computed.

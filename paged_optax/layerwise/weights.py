@@ -92,7 +92,6 @@ class Weights:
       stacks: The trained stacks. Loops carry and write them.
       frozen: The frozen stacks. Loops close over them.
       structure: The structure of the trained parameters.
-      length: The number of layers.
       shards: The division of each stack over a mesh, or None.
     """
 
