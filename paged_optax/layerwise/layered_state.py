@@ -94,6 +94,7 @@ class LayeredState:
       state_paths: The paths of the state.
       state: Its leaves.
       param_indices: For each leaf of the state, the number of its parameter, or None.
+      shared: The leaves that all layers share, such as counts, by number.
       slot_numbers: The numbers of the leaves of the state that are updated in slices or
         chunks.
       slots: These leaves.
@@ -140,6 +141,11 @@ class LayeredState:
             for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
             if n is not None and self.sliced[n] and jax.tree.leaves(x)[0].ndim
         ]
+        self.shared = {
+            k: x
+            for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
+            if n is None or not jax.tree.leaves(x)[0].ndim
+        }
         self.slot_numbers = [k for k, _, _ in moments]
         # Scales stay on the device: on a TPU a slice of a vector is no whole tile.
         self.slots = [_scales_to(x, host=False) for _, x, _ in moments]

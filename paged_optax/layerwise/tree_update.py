@@ -7,8 +7,8 @@ labels, norms and factors are then the same as Optax's on that tree.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +36,11 @@ from paged_optax.transform.context import (
     within,
 )
 
-#: Leaves by the numbers of the stacked tree. Zeros replace None, and are not updated.
-Leaves = Sequence[Stored | None]
+#: Leaves by their numbers in the stacked tree. Zeros stand for absent leaves.
+Leaves = Mapping[int, Stored]
 
-Value = TypeVar("Value")
-
-#: New parameters, and new leaves of the state. Callers read only the leaves that they
-#: passed.
-Updated = tuple[list[Any], list[Any]]
+#: New parameters, and new leaves of the state.
+Updated = tuple[dict[int, Any], dict[int, Any]]
 
 #: Applies updates to parameters.
 Add = Callable[[PyTree, PyTree], PyTree]
@@ -133,43 +130,49 @@ class TreeUpdate:
     ) -> Updated:
         """Updates parameters outside the layers, and whole stacks of small leaves."""
         members, _ = self.tree.stacked
-        apart = lambda stacks: (
-            only(updates, members, stacks),
-            only(state, self.state_members, stacks),
-            only(params, members, stacks),
+        subset = lambda leaves, members, stacks: {
+            n: x
+            for n, x in leaves.items()
+            if isinstance(members[n], LayerNumbers) == stacks
+        }
+        others, small = (
+            (
+                subset(updates, members, stacks),
+                subset(state, self.state_members, stacks),
+                subset(params, members, stacks),
+            )
+            for stacks in (False, True)
         )
-        new_params, new_state = self._updated(None, None, *apart(False), add=add)
-        if all(x is None for x in apart(True)[2]):
+        new_params, new_state = self._updated(None, None, *others, add=add)
+        if not small[2]:
             return new_params, new_state
-        of_stacks = [self._of_kind(layers, *apart(True)) for layers in self.by_kind]
+        of_stacks = [self._of_kind(layers, *small) for layers in self.by_kind]
         order = np.argsort(np.concatenate(self.by_kind))
         merged = of_stacks[0]
         if len(of_stacks) > 1:
             join = lambda *xs: jnp.concatenate(xs)[order]
             merged = jax.tree.map(join, *of_stacks)
-        return _merged(new_params, merged[0]), _merged(new_state, merged[1])
+        return new_params | merged[0], new_state | merged[1]
 
     def _of_kind(
         self, layers: Sequence[int], updates: Leaves, state: Leaves, params: Leaves
     ) -> Updated:
         """Updates all layers of one kind with `jax.vmap`."""
         numbers = np.asarray(layers, np.int32)
-        param_indices = zip(self.layered.state, self.layered.param_indices, strict=True)
+        items = zip(self.layered.state, self.layered.param_indices, strict=True)
         # Counts, rates and coefficients, which belong to no parameter.
-        shared = [
-            x if param_index is None else None for x, param_index in param_indices
-        ]
+        shared = {k: x for k, (x, n) in enumerate(items) if n is None}
         shared = jax.tree.map(on_device, shared)
-        trees = list(updates), list(state), list(params)
+        trees = updates, state, params
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)
         run = functools.partial(self._updated, layers[0])
 
         def one(i: Array, trees: PyTree) -> PyTree:
             updates, state, params = jax.tree.map(lambda x: x[None], trees)
-            new_params, new_state = run(i, updates, _merged(state, shared), params)
+            new_params, new_state = run(i, updates, shared | state, params)
             # The updates of shared leaves are not used.
-            new = new_params, only(new_state, self.state_members, True)
+            new = new_params, {k: new_state[k] for k in state}
             return jax.tree.map(lambda x: x[0], new)
 
         return jax.vmap(one)(jnp.asarray(numbers), trees)
@@ -199,8 +202,9 @@ class TreeUpdate:
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         # A slice is divided as its stack is, which its type does not have.
         places: list[NamedSharding | None] = [None] * len(tree_params)
-        for m, x, shards in zip(members, params, layered.moment_shards, strict=True):
-            if x is not None and i is not None and shards is not None:
+        for n in params:
+            m, shards = members[n], layered.moment_shards[n]
+            if i is not None and shards is not None:
                 spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])
                 places[in_place(m)] = NamedSharding(shards.mesh, spec)
         with within(layer=i), known_shardings(tree_params, places):
@@ -210,42 +214,23 @@ class TreeUpdate:
             new_leaves = self.state_structure.flatten_up_to(new_state)
         else:  # a state may come in containers that `tx` does not return
             new_leaves = jax.tree.leaves(new_state, is_leaf=is_quantized)
-        of_state = lambda m, x: (
-            # A layer of this kind has no such moment.
-            x if in_place(m) < 0 else as_stack(m, new_leaves[in_place(m)])
-        )
         as_stack = lambda m, x: (
             x if isinstance(m, int) else jax.tree.map(lambda x: x[None], x)
         )
 
-        def new_param(m: Members, x: Stored | None) -> Array | None:
-            if x is None:
-                return None
+        def new_param(m: Members) -> Array:
             old, change = tree_params[in_place(m)], tree_changes[in_place(m)]
             return as_stack(m, add([old], [change])[0])
 
+        def new_moment(m: Members, old: Stored) -> Stored:
+            if in_place(m) < 0:
+                return old  # a layer of this kind has no such moment
+            return as_stack(m, new_leaves[in_place(m)])
+
         return (
-            [new_param(m, x) for m, x in zip(members, params, strict=True)],
-            [
-                None if x is None else of_state(m, x)
-                for m, x in zip(self.state_members, state, strict=True)
-            ],
+            {n: new_param(members[n]) for n in params},
+            {k: new_moment(self.state_members[k], x) for k, x in state.items()},
         )
-
-
-def only(
-    leaves: Leaves, members: Sequence[Members], stacks: bool
-) -> list[Stored | None]:
-    """The leaves that are stacks of layers, or the others."""
-    pairs = zip(leaves, members, strict=True)
-    return [x if isinstance(m, LayerNumbers) == stacks else None for x, m in pairs]
-
-
-def _merged(
-    leaves: Sequence[Value | None], remaining: Sequence[Value | None]
-) -> list[Value | None]:
-    pairs = zip(leaves, remaining, strict=True)
-    return [y if x is None else x for x, y in pairs]
 
 
 def _placed(
@@ -268,5 +253,6 @@ def _placed(
         there = x is not None and place is not None and member[place] >= 0
         return jax.tree.map(lambda x: x[0], x) if there else empty, empty
 
-    entries = list(map(entry, members, leaves, like))
+    pairs = enumerate(zip(members, like, strict=True))
+    entries = [entry(member, leaves.get(n), old) for n, (member, old) in pairs]
     return tree_leaves(members, entries, lambda pair, i: pair[i != place])
