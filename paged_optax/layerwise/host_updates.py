@@ -33,7 +33,7 @@ from paged_optax.layerwise.loss import (
     over,
     weight_divisor,
 )
-from paged_optax.layerwise.overlap import forward_overlapped
+from paged_optax.layerwise.overlap import ForwardOverlap
 from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.slices import (
     LayerIndex,
@@ -251,13 +251,9 @@ def update_next_step(
             weights.stacks, partition.others(_pending(workspace).rest)
         )
         params = partition.combine(weights.stacks, others)
-        forward, slots, new = forward_overlapped(
-            step.optimizer,
-            start,
-            weights,
-            _host_gradients(step, workspace, [by[n] for n in layered.chunked]),
-            [params[n] for n in layered.chunked],
-        )
+        gradients = _host_gradients(step, workspace, [by[n] for n in layered.chunked])
+        overlap = ForwardOverlap(step.optimizer, start, weights, gradients)
+        forward, slots, new = overlap.run([params[n] for n in layered.chunked])
         others = layered.others_with(params, new)
         rest = _rest(step, forward[-1], others)
         zero = step.clipping.zero.square

@@ -27,7 +27,7 @@ from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
-from paged_optax.layerwise.layered_state import Group, group_leaves
+from paged_optax.layerwise.layered_state import group_leaves
 from paged_optax.layerwise.slices import (
     LayerIndex,
     read_moment,
@@ -94,16 +94,6 @@ class GroupTransfers:
     weights: Weights
     fetches_weights: bool
 
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The groups of leaves."""
-        return self.optimizer.groups
-
-    @property
-    def parts(self) -> int:
-        """The number of layers."""
-        return self.optimizer.layered.length
-
     @functools.cached_property
     def shards(self) -> list[Shards | None]:
         """The division of each of the layers' parameters, and of the chunked ones."""
@@ -117,9 +107,9 @@ class GroupTransfers:
         frozen = enumerate(self.weights.frozen, first)
         offloaded = {n: x for n, x in frozen if on_host(x)}
         travel = {n: nbytes(x) for n, x in offloaded.items()}
-        groups = group_leaves(travel, maximum=len(self.groups))
+        groups = group_leaves(travel, maximum=len(self.optimizer.groups))
         groups = [{n: offloaded[n] for n in group.positions} for group in groups]
-        return groups + [{}] * (len(self.groups) - len(groups))
+        return groups + [{}] * (len(self.optimizer.groups) - len(groups))
 
     @property
     def moment_bytes(self) -> list[int]:
@@ -127,7 +117,7 @@ class GroupTransfers:
         slots = self.optimizer.layered.slots
         return [
             sum(nbytes(x) for n in group.slot_positions if on_host(x := slots[n]))
-            for group in self.groups
+            for group in self.optimizer.groups
         ]
 
     def fetch_frozen(self, k: int, i: LayerIndex) -> Prefetched:
@@ -140,8 +130,8 @@ class GroupTransfers:
         """Begins to fetch group k's moments of layer i."""
         shards = self.optimizer.layered.slot_shards
         return [
-            read_moment(slots[n], i, self.parts, shards[n])
-            for n in self.groups[k].slot_positions
+            read_moment(slots[n], i, self.optimizer.layered.length, shards[n])
+            for n in self.optimizer.groups[k].slot_positions
         ]
 
     def read(
@@ -185,7 +175,7 @@ class GroupTransfers:
 
     def update_all(self, state: InFlight, update: UpdateGroup) -> InFlight:
         """Updates all groups while nothing else is computed."""
-        for k in range(len(self.groups)):
+        for k in range(len(self.optimizer.groups)):
             state, _ = update(k, state, ())
             state, _ = self.wait(k, state, ())
         return state
@@ -205,14 +195,16 @@ class GroupTransfers:
           The transfers, the group's parameters, and `computed`.
         """
         assert state.inputs is not None  # every turn fetches for the next update
-        group, moments = self.groups[k], state.inputs.moments
+        group, moments = self.optimizer.groups[k], state.inputs.moments
         new = self.optimizer.update_group(group, moments, weights, gradients, i)
         # The other computation continues after the update, during the transfers.
         (moments, leaves), computed = after_all((new, computed))
         slots, stacks = list(state.slots), list(state.stacks)
         for n, moment in zip(group.slot_positions, moments, strict=True):
             shards = self.optimizer.layered.slot_shards[n]
-            slots[n] = write_moment(slots[n], moment, i, self.parts, shards)
+            slots[n] = write_moment(
+                slots[n], moment, i, self.optimizer.layered.length, shards
+            )
         for n, leaf in zip(group.positions, leaves, strict=True):
             stacks[n] = write_slice(stacks[n], leaf, i, shards=self.shards[n])
         return state._replace(slots=slots, stacks=stacks), leaves, computed
@@ -221,7 +213,10 @@ class GroupTransfers:
         self, k: int, state: InFlight, computed: Values
     ) -> tuple[InFlight, Values]:
         """Waits for segment k, and for the transfers during it."""
-        groups = self.groups[k], self.groups[(k + 1) % len(self.groups)]
+        groups = (
+            self.optimizer.groups[k],
+            self.optimizer.groups[(k + 1) % len(self.optimizer.groups)],
+        )
         # The barrier has the buffers of these transfers alone. Others may move.
         slots = {n: state.slots[n] for group in groups for n in group.slot_positions}
         positions = [n for group in groups for n in group.positions]

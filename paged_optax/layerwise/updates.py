@@ -19,7 +19,7 @@ from paged_optax.layerwise.clipping import (
 from paged_optax.layerwise.forward import ModelFunctions, PrologueGradients, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
-from paged_optax.layerwise.overlap import backward_overlapped
+from paged_optax.layerwise.overlap import BackwardOverlap
 from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.slices import LayerIndex, is_sliced
 from paged_optax.layerwise.step_arguments import known_shards
@@ -173,8 +173,10 @@ def update_at_once(
     sink = WorkspaceSink(clipping, norm, chunked, weights.length)
     small = layered.small_gradients(workspace.gradients)
     start = WorkspaceCarry(clipping.zero, layered.slots, workspace, small)
-    run = backward_overlapped if step.overlaps else _backward_in_turn
-    carry, stacks, back = run(optimizer, layers, sink, start)
+    if step.overlaps:
+        carry, stacks, back = BackwardOverlap(optimizer, layers, sink).run(start)
+    else:
+        carry, stacks, back = _backward_in_turn(optimizer, layers, sink, start)
     limit = norm
     if limit is None:
         by_rest = layers.rest_gradients(back)
