@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -32,6 +32,9 @@ from paged_optax.transform.context import Gate, current, within
 from paged_optax.transform.gates import only_if
 
 Tree = TypeVar("Tree", bound=PyTree)
+
+#: Leaves of a layer by their positions.
+LayerLeaves = Mapping[int, Array] | Sequence[Array]
 
 # The update of the rest is traced once for each fetch. A model has few large parameters
 # outside its layers: embeddings of tokens and positions, and an output matrix.
@@ -107,8 +110,8 @@ class LayerOptimizer:
         self,
         group: Group,
         state: Sequence[Stored],
-        weights: Sequence[Array | None],
-        gradients: Sequence[Array | None],
+        weights: LayerLeaves,
+        gradients: LayerLeaves,
         i: LayerIndex,
     ) -> tuple[list[Stored], list[Array]]:
         """Updates some leaves of layer i.

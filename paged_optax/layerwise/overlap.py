@@ -19,7 +19,7 @@ from paged_optax.layerwise.forward import (
     ForwardStart,
     PrologueGradients,
 )
-from paged_optax.layerwise.layer_optimizer import LayerOptimizer
+from paged_optax.layerwise.layer_optimizer import LayerLeaves, LayerOptimizer
 from paged_optax.layerwise.segments import (
     GroupInputs,
     GroupTransfers,
@@ -124,7 +124,7 @@ class BackwardOverlap:
         differentiated: LayerIndex | None,
         next_item: LayerIndex | None,
         offloaded: dict[int, Array],
-        by: Sequence[Array],
+        by: LayerLeaves,
         k: int,
         state: InFlight,
         computed: Values,
@@ -135,13 +135,13 @@ class BackwardOverlap:
         meanwhile, then `next_item`; None: no layer. The parameters of layer i that came
         from the host are `offloaded`, and the other computation has `computed` so far.
         """
-        transfers = self.transfers
-        weights = [
-            offloaded[n]
+        transfers, length = self.transfers, self.optimizer.layered.length
+        weights = {
+            n: offloaded[n]
             if n in offloaded
-            else read_slice(x, i, self.optimizer.layered.length)
-            for n, x in enumerate(state.stacks)
-        ]
+            else read_slice(state.stacks[n], i, length)
+            for n in self.optimizer.groups[k].positions
+        }
         state, _, computed = transfers.update(k, state, weights, by, i, computed)
         last = k + 1 == len(self.optimizer.groups)
         after = 0 if last else k + 1
@@ -235,11 +235,11 @@ class ForwardOverlap:
 
     def _inputs(self, state: InFlight, k: int, i: LayerIndex) -> GroupInputs:
         """Begins to fetch the inputs of the update of group k of layer i."""
-        positions, parts = (
+        positions, length = (
             self.optimizer.groups[k].positions,
             self.optimizer.layered.length,
         )
-        read = lambda n, x: read_slice(x, i, parts, self.transfers.shards[n])
+        read = lambda n, x: read_slice(x, i, length, self.transfers.shards[n])
         return GroupInputs(
             self.transfers.fetch_moments(state.slots, k, i),
             [read(n, self.gradients.stacks[n]) for n in positions],
@@ -259,15 +259,14 @@ class ForwardOverlap:
         After the last group that is the first group of layer `after`, if there is one.
         """
         assert state.inputs is not None  # every turn fetches for the next update
-        group, parts = self.optimizer.groups[k], self.optimizer.layered.length
+        group, length = self.optimizer.groups[k], self.optimizer.layered.length
         _, gradients, loaded = state.inputs
-        weights = [
-            loaded.get(n, read_slice(x, i, parts)) if n in group.positions else None
-            for n, x in enumerate(state.stacks)
-        ]
+        weights = {
+            n: loaded[n] if n in loaded else read_slice(state.stacks[n], i, length)
+            for n in group.positions
+        }
         pairs = zip(group.positions, gradients, strict=True)
-        clipped = {n: self.gradients.clip_leaf(n, g) for n, g in pairs}
-        by = [clipped.get(n) for n in range(len(weights))]
+        by = {n: self.gradients.clip_leaf(n, g) for n, g in pairs}
         state, new, computed = self.transfers.update(k, state, weights, by, i, computed)
         pairs = zip(group.positions, new, strict=True)
         updated = {n: x for n, x in pairs if n in loaded}

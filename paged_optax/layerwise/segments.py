@@ -26,7 +26,7 @@ from paged_optax.analysis.program import Constant, Equation
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.layer_optimizer import LayerOptimizer
+from paged_optax.layerwise.layer_optimizer import LayerLeaves, LayerOptimizer
 from paged_optax.layerwise.layered_state import group_leaves
 from paged_optax.layerwise.slices import (
     LayerIndex,
@@ -184,8 +184,8 @@ class GroupTransfers:
         self,
         k: int,
         state: InFlight,
-        weights: Sequence[Array | None],
-        gradients: Sequence[Array | None],
+        weights: LayerLeaves,
+        gradients: LayerLeaves,
         i: LayerIndex,
         computed: Values,
     ) -> tuple[InFlight, list[Array], Values]:
