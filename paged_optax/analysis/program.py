@@ -42,6 +42,11 @@ class Constant:
         key = (array.tobytes(), array.shape, str(aval.dtype), aval.weak_type)
         return cls(key, literal.val)
 
+    @property
+    def dtype(self) -> str:
+        """The dtype's name."""
+        return str(self.key[2])
+
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
@@ -53,6 +58,11 @@ class Opaque:
 
 #: An operand: the number of a value, or a constant.
 Operand = int | Constant
+
+
+def used_values(operands: Iterable[Operand]) -> list[int]:
+    """Returns the operands that are no constants."""
+    return [x for x in operands if not isinstance(x, Constant)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Equation:
     @property
     def numbers(self) -> list[int]:
         """The inputs that are no constants."""
-        return [x for x in self.inputs if not isinstance(x, Constant)]
+        return used_values(self.inputs)
 
     @property
     def line(self) -> str | None:
@@ -83,18 +93,6 @@ class Equation:
     def where(self) -> str:
         """That line, or the name of the primitive."""
         return self.line or f"a `{self.primitive.name}` of no known line"
-
-    def of(
-        self,
-        inputs: Iterable[Operand],
-        outputs: Iterable[int],
-        traced: "Equation | None" = None,
-    ) -> "Equation":
-        """Returns this equation with other values, at the line of `traced`."""
-        where = self.traced if traced is None else traced.traced
-        return dataclasses.replace(
-            self, inputs=tuple(inputs), outputs=tuple(outputs), traced=where
-        )
 
     def bind(
         self, operands: Sequence[ArrayLike], shape: tuple[int, ...] | None
@@ -126,7 +124,33 @@ class Program:
     inputs: int
     eqns: tuple[Equation, ...]
     outputs: tuple[Operand, ...]
-    elementwise: bool
+    elementwise: bool = False
+
+    @classmethod
+    def create(
+        cls, eqns: Iterable[Equation], outputs: Iterable[Operand]
+    ) -> tuple["Program", tuple[int, ...]]:
+        """Returns a program of equations, and its arguments by their numbers before.
+
+        Renumbered, leaves of equal shape have equal programs, which JAX traces and
+        lowers once.
+        """
+        eqns, outputs = tuple(eqns), tuple(outputs)
+        computed = [x for eqn in eqns for x in eqn.outputs]
+        inside = set(computed)
+        operands = (*[x for eqn in eqns for x in eqn.inputs], *outputs)
+        args = dict.fromkeys(used_values(operands))
+        args = [x for x in args if x not in inside]
+        names = {x: n for n, x in enumerate((*args, *computed))}
+        rename = lambda x: x if isinstance(x, Constant) else names[x]
+        renamed = lambda e: Equation(
+            e.primitive,
+            e.params,
+            tuple(map(rename, e.inputs)),
+            tuple(map(names.__getitem__, e.outputs)),
+        )
+        program = tuple(map(renamed, eqns)), tuple(map(rename, outputs))
+        return cls(len(args), *program), tuple(args)
 
     def __call__(
         self, args: Sequence[ArrayLike], shape: tuple[int, ...] | None = None
@@ -156,9 +180,10 @@ class NumberedProgram:
 
     program: Program
     inputs: tuple[int, ...]  # numbers of its arguments
-    outputs: tuple[int, ...]  # numbers of its results, or positions of outputs
+    # Numbers of its results, or positions of outputs.
+    outputs: tuple[Operand, ...]
 
-    def __call__(self, values: Mapping[int, PyTree]) -> dict[int, PyTree]:
+    def __call__(self, values: Mapping[int, PyTree]) -> dict[Operand, PyTree]:
         """Returns the results, by their numbers."""
         results = self.program([values[i] for i in self.inputs])
         return dict(zip(self.outputs, results, strict=True))

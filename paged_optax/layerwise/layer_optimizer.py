@@ -28,8 +28,7 @@ from paged_optax.layerwise.weights import (
     host_like,
     on_device,
 )
-from paged_optax.transform.context import Gate, current, within
-from paged_optax.transform.gates import only_if
+from paged_optax.transform.context import Gate, current, only_if, within
 
 Tree = TypeVar("Tree", bound=PyTree)
 

@@ -18,7 +18,7 @@ from paged_optax.backend.memory import (
     on_host,
     typed_by_memory,
 )
-from paged_optax.backend.processes import compare, spans_processes
+from paged_optax.backend.processes import Values, compare, spans_processes
 from paged_optax.backend.text import (
     dtype_and_shape,
     key_names,
@@ -43,7 +43,6 @@ from paged_optax.transform.context import (
 )
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
-from paged_optax.transform.process_agreement import Said
 from paged_optax.transform.update import PendingUpdate
 
 
@@ -57,7 +56,7 @@ class Answer(NamedTuple):
 
     pager: PagedTransformation
     moved: str
-    said: Said
+    said: Values
 
 
 def ask(
@@ -219,6 +218,7 @@ def check_same_state(
     """Raises if a state and a new state differ in names, or the stacks in types."""
     if fresh is None:
         return
+    unstacked = fresh
     if tree is not None:
         fresh = tree.stack(fresh, stacked_shape)
     # Encoded moments have other shapes if they are divided on explicit axes.
@@ -239,6 +239,11 @@ def check_same_state(
     if odd:
         names = ", state".join(keystr(every[x][0]) for x in odd[:3])
         init = "tx.init made for these parameters"
+        if tree is not None and leaves.keys() == leaves_by_name(unstacked).keys():
+            raise ValueError(
+                "state is the state of an ordinary step, and params are stacked: pass"
+                " model.stack_state(state), or model.init(tx, params)."
+            )
         if tree is not None:
             init = "model.init(tx, params) makes"
         raise ValueError(

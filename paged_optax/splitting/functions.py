@@ -1,36 +1,33 @@
 """Prologue, layer and epilogue of a split loss, called by a layerwise step."""
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.analysis.program import Operand
+from paged_optax.analysis.program import Constant, NumberedProgram, Operand
 from paged_optax.backend.types import shape_dtype
-from paged_optax.splitting.dependence import find_sources, get_aval
-from paged_optax.splitting.numbered import Stack, split_names
-from paged_optax.splitting.pieces import (
+from paged_optax.splitting.assembly import (
     Carried,
-    Fixed,
-    FromCarry,
     FromTable,
+    Kept,
     LayerKind,
     Pieces,
     Seen,
     Weight,
 )
+from paged_optax.splitting.numbered import Stack, split_names
 from paged_optax.splitting.split_loss import Loss, SplitLoss
 from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
-
-#: Equations outside the layers, called with values by number.
-_Part = Callable[[Mapping[int, ArrayLike]], list[ArrayLike]]
 
 
 @jax.tree_util.register_static
@@ -39,24 +36,21 @@ class Functions:
     """Prologue, layer and epilogue of one trace of a loss."""
 
     pieces: Pieces
-    before: _Part  # the first layer's input, and the values that all layers read
-    after: _Part  # the results of the loss
 
-    @classmethod
-    def create(cls, pieces: Pieces) -> "Functions":
-        """Collects the equations of the prologue and of the epilogue."""
-        flat = pieces.flat
-        # In the order in which `prologue` reads the results.
+    @functools.cached_property
+    def before(self) -> NumberedProgram:
+        """Computes the first layer's input, and the values that all layers read."""
+        pieces = self.pieces
         tables = ([x] if isinstance(x, Operand) else x for x in pieces.tables)
         rows = (x for table in tables for x in table)
         results = [x for x in (*pieces.initial, *pieces.seen, *rows) if x is not None]
+        return pieces.flat.program(results, lambda x: x not in pieces.inside)
 
-        def part(results: Sequence[Operand], within: Callable[[int], bool]) -> _Part:
-            program, args = flat.program(results, within, find_sources(flat), ())
-            return lambda values: program([values[x] for x in args])
-
-        before = part(results, lambda x: x not in pieces.inside)
-        return cls(pieces, before, part(flat.outputs, lambda x: x not in pieces.after))
+    @functools.cached_property
+    def results(self) -> NumberedProgram:
+        """Computes the results of the loss."""
+        flat, after = self.pieces.flat, self.pieces.after
+        return flat.program(flat.outputs, lambda x: x not in after)
 
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
         """Computes the first layer's input, and the values that all layers read.
@@ -65,33 +59,28 @@ class Functions:
         batch.
         """
         pieces = self.pieces
-        results = iter(self.before({**numbered, **pieces.flat.constants}))
+        values = self.before({**numbered, **pieces.flat.constants})
         x = [
             # A slot without a value before the first layer.
-            jnp.zeros(aval.shape, aval.dtype)
-            if operand is None
-            else _array(next(results), aval.dtype)
+            _zeros(aval) if operand is None else _array(values[operand], aval.dtype)
             for operand, aval in zip(pieces.initial, pieces.carried, strict=True)
         ]
-        seen = {str(value): jnp.asarray(next(results)) for value in pieces.seen}
+        seen = {str(value): jnp.asarray(values[value]) for value in pieces.seen}
         tables = [
-            jnp.asarray(next(results))
+            jnp.asarray(values[table])
             if isinstance(table, Operand)
-            else self._table(table, results)
+            else self._table(table, values)
             for table in pieces.tables
         ]
         return x, {"seen": seen, "tables": tables}
 
     def _table(
-        self, operands: Sequence[Operand | None], results: Iterator[ArrayLike]
+        self, operands: Sequence[Operand | None], values: Mapping[Operand, ArrayLike]
     ) -> Array:
-        rows = [None if x is None else next(results) for x in operands]
         # Layers that need no row get any row, because rows are stacked.
-        like = next(row for row in rows if row is not None)
-        rows = [like if row is None else row for row in rows]
-        _, dtype = next(
-            get_aval(self.pieces.flat, x) for x in operands if x is not None
-        )
+        like = next(x for x in operands if x is not None)
+        rows = [values[like if x is None else x] for x in operands]
+        _, dtype = self.pieces.flat.aval(like)
         if any(isinstance(row, Array) for row in rows):
             return jnp.stack([_array(row, dtype) for row in rows])
         return jnp.asarray(np.asarray(rows, dtype))
@@ -134,27 +123,25 @@ class Functions:
                     args += unnested(weights[is_frozen], [names])
                 case Carried(slot):
                     args.append(x[slot])
-                case Fixed(value):
-                    args.append(value)
                 case FromTable(table):
                     rows = context["tables"][table]
                     args.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
+                case Seen(Constant() as constant):
+                    args.append(constant.value)
                 case Seen(value):
                     known = value in constants
                     args.append(
                         constants[value] if known else context["seen"][str(value)]
                     )
         results = kind.program(args)
-        carried = [
-            old if n is None else jnp.asarray(results[n])
-            for old, n in zip(x, kind.carried, strict=True)
-        ]
+        carried, result = kind.carried, lambda n: jnp.asarray(results[n])
+        x = [result(carried[k]) if k in carried else old for k, old in enumerate(x)]
         kept = [
             # Kept values are stacked, so that each layer needs a row.
-            jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
-            for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
+            result(kind.kept[k]) if k in kind.kept else _zeros(aval)
+            for k, aval in enumerate(self.pieces.kept)
         ]
-        return carried, kept
+        return x, kept
 
     def epilogue(
         self,
@@ -163,15 +150,17 @@ class Functions:
         kept: Sequence[Array],
     ) -> list[ArrayLike]:
         """Computes the leaves of the loss's result; `kept` has all layers' values."""
-        from_layers: dict[int, ArrayLike] = {}
-        for value, where in self.pieces.after.items():
-            if isinstance(where, FromCarry):
-                from_layers[value] = x[where.slot]
-            elif where.layer is None:
-                from_layers[value] = kept[where.number]
-            else:
-                from_layers[value] = kept[where.number][where.layer]
-        return self.after({**numbered, **self.pieces.flat.constants, **from_layers})
+        values = {**numbered, **self.pieces.flat.constants}
+        for value, role in self.pieces.after.items():
+            match role:
+                case Carried(slot):
+                    values[value] = x[slot]
+                case Kept(number, None):
+                    values[value] = kept[number]
+                case Kept(number, layer):
+                    values[value] = kept[number][layer]
+        results = self.results(values)
+        return [results[x] for x in self.pieces.flat.outputs]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,7 +179,7 @@ class SplitFunctions:
         """Splits a loss for a first batch, which determines the layers."""
         batch = jax.tree.map(shape_dtype, batch)
         jaxpr, split = loss.traced(batch).jaxpr, loss.split(batch)
-        results = split, Functions.create(split.pieces)
+        results = split, Functions(split.pieces)
         return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
 
     def for_types(
@@ -265,7 +254,7 @@ class SplitFunctions:
             ) from error
         if jaxpr not in self.cache:
             split = self.loss.split(batch, self.split.layers)
-            self.cache[jaxpr] = split, Functions.create(split.pieces)
+            self.cache[jaxpr] = split, Functions(split.pieces)
         return self.cache[jaxpr]
 
     def _numbered(
@@ -298,3 +287,7 @@ class SplitFunctions:
 def _array(x: ArrayLike, dtype: DTypeLike) -> Array:
     """Converts a literal to an array of its traced dtype."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
+
+
+def _zeros(aval: ShapedArray) -> Array:
+    return jnp.zeros(aval.shape, aval.dtype)

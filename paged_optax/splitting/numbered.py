@@ -50,6 +50,13 @@ class Candidate:
         """The numbers of the layers' parameters."""
         return {n for stack in self.stacks.values() for n in stack.leaves}
 
+    @property
+    def members(self) -> list[dict[Member, int]]:
+        """The numbers of each layer's parameters; of the stacks, if they are one."""
+        names, stacks = list(self.stacks), self.stacks.values()
+        leaves = zip(*(x.leaves for x in stacks), strict=True)
+        return [dict(zip(names, layer, strict=True)) for layer in leaves]
+
     def nbytes(self, avals: Sequence[Aval]) -> int:
         """Bytes of the layers' parameters."""
         return nbytes([avals[n] for n in self.leaves])

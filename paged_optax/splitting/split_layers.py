@@ -20,8 +20,8 @@ from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.splitting.frozen_state import STATE_RECIPE
 from paged_optax.splitting.functions import SplitFunctions
+from paged_optax.splitting.lost_state import STATE_RECIPE
 from paged_optax.splitting.split_loss import Loss
 from paged_optax.splitting.summary import summary
 

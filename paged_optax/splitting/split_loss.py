@@ -10,20 +10,14 @@ from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import check_loss
-from paged_optax.splitting.assembly import assembled
+from paged_optax.layerwise.loss import check_loss, loss_and_metrics
+from paged_optax.splitting.assembly import Pieces, assembled
 from paged_optax.splitting.cuts import Cuts
-from paged_optax.splitting.dependence import (
-    Depends,
-    SplitError,
-    source_line,
-    used_values,
-)
-from paged_optax.splitting.frozen_state import warn_of_lost_state
-from paged_optax.splitting.indexed import by_layer, slices
+from paged_optax.splitting.dependence import Depends, SplitError, source_line
+from paged_optax.splitting.lost_state import warn_of_lost_state
 from paged_optax.splitting.numbered import (
     Candidate,
     Names,
@@ -32,9 +26,7 @@ from paged_optax.splitting.numbered import (
     numbered,
     split_names,
 )
-from paged_optax.splitting.pieces import Pieces
-from paged_optax.splitting.scans import scanned_pieces, scans
-from paged_optax.splitting.stages import Stages
+from paged_optax.splitting.scans import by_layer, indexed, scanned_pieces, scans
 from paged_optax.transform.context import without
 
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
@@ -114,8 +106,10 @@ class Loss:
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         lists, leaves = self.lists, self.leaves
         inlined = Flat(closed, derivatives=False)
-        warn_of_lost_state(inlined, len(jax.tree.leaves(self.params)), self.frozen)
-        known = [*scans(flat, leaves), *slices(inlined, leaves, lists), *lists]
+        args = ("params", self.params), ("frozen", self.frozen), ("batch", batch)
+        losses = len(jax.tree.leaves(loss_and_metrics(shapes)[0]))
+        warn_of_lost_state(inlined, args, losses)
+        known = [*scans(flat, leaves), *indexed(inlined, leaves, lists), *lists]
         known.sort(key=lambda x: -x.nbytes(flat.avals))
         candidates = self._named(known)
         if first is not None:
@@ -194,30 +188,24 @@ def _cut(
 ) -> tuple[Candidate, Pieces]:
     if any(e.primitive.name == "remat2" for e in flat.eqns):
         flat = _constants_first(_WithoutCheckpoints(closed, layers))
-    indexed = any(stack.axis is not None for stack in layers.stacks.values())
-    if indexed:
+    is_stacked = any(stack.axis is not None for stack in layers.stacks.values())
+    if is_stacked:
         flat, members = by_layer(flat, layers)
     else:
-        leaves = {name: stack.leaves for name, stack in layers.stacks.items()}
-        members = [
-            {name: item[n] for name, item in leaves.items()}
-            for n in range(layers.length)
-        ]
+        members = layers.members
     names = {n: name for item in members for name, n in item.items()}
     weights = sorted({*range(count), *names})
     depends = Depends.create(flat, weights, [list(x.values()) for x in members])
     indices = [depends.layer[min(x.values())] for x in members]
     order = sorted(range(layers.length), key=lambda n: indices[n])
-    if not indexed:
+    if not is_stacked:
         stacks = {
             name: Stack(tuple(stack.leaves[n] for n in order))
             for name, stack in layers.stacks.items()
         }
         layers = dataclasses.replace(layers, stacks=stacks)
     cut = lambda latest, interleaved=False: assembled(
-        Stages.from_cuts(
-            Cuts.create(depends, latest=latest, interleaved=interleaved), names
-        )
+        Cuts(depends, latest=latest, interleaved=interleaved), names
     )
     # If a layer ends or begins with equations that keep the size of the carry, several
     # cuts are equally good. The cut with the fewest kinds of layers wins.
@@ -227,7 +215,7 @@ def _cut(
         for latest in (True, False):
             with contextlib.suppress(SplitError):
                 cuts.append(cut(latest, interleaved=True))
-    if indexed and order != sorted(order):
+    if is_stacked and order != sorted(order):
         raise SplitError(
             f"the layers of {layers.name or 'all parameters'} are computed in the order"
             f" {order} of their numbers. Stack them once, outside the loss, in the"
@@ -241,24 +229,20 @@ class _WithoutCheckpoints(Flat):
     """A loss without checkpoints around layers, which a step rematerializes anyway."""
 
     def __init__(self, closed: core.ClosedJaxpr, layers: Candidate):
-        leaves = [stack.leaves for stack in layers.stacks.values()]
-        self.layers = [set(layer) for layer in zip(*leaves, strict=True)]
-        self.source: dict[int, Equation] = {}
+        self.layers = [{*item.values()} for item in layers.members]
         super().__init__(closed, checkpoints=False, derivatives=False)
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
             return super()._inlines(eqn, operands)
-        for e in self.eqns:
-            self.source.update(dict.fromkeys(e.outputs, e))
         leaves = set(map(self._leaf, used_values(operands)))
         # The checkpoint reads most parameters of a layer.
         return any(2 * len(layer & leaves) > len(layer) for layer in self.layers)
 
     def _leaf(self, x: int) -> int:
         """The only value that a value is computed from, such as a parameter."""
-        while x in self.source and len(self.source[x].numbers) == 1:
-            (x,) = self.source[x].numbers
+        while x in self.source and len(self.eqns[self.source[x]].numbers) == 1:
+            (x,) = self.eqns[self.source[x]].numbers
         return x
 
 

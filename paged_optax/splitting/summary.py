@@ -9,12 +9,8 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import dtype_and_shape, readable_bytes, table
-from paged_optax.splitting.dependence import (
-    find_sources,
-    live_equations,
-    source_line,
-)
-from paged_optax.splitting.pieces import Pieces
+from paged_optax.splitting.assembly import Pieces
+from paged_optax.splitting.dependence import source_line
 from paged_optax.splitting.split_loss import Loss, SplitLoss
 
 _LOGITS = (
@@ -47,8 +43,10 @@ def summary(loss: Loss, split: SplitLoss) -> str:
     values, fixed = _activations(pieces, len(loss.leaves))
     hints: list[str] = []
     if values:
-        eqn, x = max(values, key=lambda pair: nbytes(flat.avals[pair[1]]))
-        place = re.split(r"[/\\]", source_line(eqn).split(", which")[0])[-1]
+        n = max(range(len(values)), key=lambda n: nbytes(flat.avals[values[n][1]]))
+        eqn, x = values[n]
+        line = source_line(eqn, (e for e, _ in values[n::-1]))
+        place = re.split(r"[/\\]", line.split(", which")[0])[-1]
         text = f"{_types([flat.avals[x]])} at {place}"
         rows.append(("largest activation outside", text, _size([flat.avals[x]])))
         # Values computed from logits, such as exponentials, have the same size.
@@ -113,7 +111,7 @@ def _activations(
     fixed = {*range(parameters), *flat.constants}
     values: list[tuple[Equation, int]] = []
     # XLA removes equations that the results do not need.
-    for n in live_equations(flat, find_sources(flat)):
+    for n in flat.needed(flat.outputs):
         eqn = flat.eqns[n]
         if fixed.issuperset(eqn.numbers):
             fixed.update(eqn.outputs)

@@ -7,7 +7,7 @@ import pytest
 
 import paged_optax as po
 from helpers import layered
-from helpers.layered import SETTINGS, far, layerwise, run
+from helpers.layered import SETTINGS, far, layerwise
 from helpers.reference import kinds
 from paged_optax.backend.memory import on_host
 
@@ -74,20 +74,6 @@ def test_parts_of_a_layer_may_have_numbers(layers):
         lambda x: x.shape[1:], layers
     )
     po.offload(layers, 0)
-
-
-def test_numbers_of_offloaded_numpy():
-    """The steps of layers that came from NumPy are those of JAX's arrays."""
-    results = []
-    for array in (jnp.asarray, np.asarray):
-        params = layered.parameters(2)
-        tx = po.paged_adamw(1e-3, **SETTINGS)
-        state = tx.init(params)
-        layers = po.offload(jax.tree.map(array, params["layers"]), 0)
-        workspace = po.GradientWorkspace.allocate(layers)
-        params = params | {"layers": layers}
-        results.append(run(layerwise(tx), params, state, workspace, [layered.batch()]))
-    assert far(results[1][:2], results[0][:2]) == 0
 
 
 @pytest.mark.parametrize("codec", [None, "bfloat16", "dynamic_int8"])
