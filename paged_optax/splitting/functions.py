@@ -27,7 +27,7 @@ from paged_optax.splitting.assembly import (
 )
 from paged_optax.splitting.numbered import Stack
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stacking, unnested
+from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
 
 
 @jax.tree_util.register_static
