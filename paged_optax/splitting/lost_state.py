@@ -65,19 +65,17 @@ def warn_of_lost_state(
         if union & (union - 1):  # of several inputs
             renewed |= union & _union(of_kind[kind(x)] for x in e.outputs)
     outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
-    returned = _union(
-        bits[n]
-        for n in inputs
-        if any(x != n and sources[x] & bits[n] and kind(x) == kind(n) for x in outputs)
-    )
+    new_values = (sources[x] & of_kind[kind(x)] & ~bits.get(x, 0) for x in outputs)
+    returned = _union(new_values)
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
     read = (params & trained) | (~params & _union(map(get, flat.outputs)))
     closed = _union(bits[n] for n in flat.constants)
     fixed = closed | (of_argument.get("frozen", 0) & ~returned)
+    repeated = [(x, index) for x, index in draws if not x & ~fixed]
     for n in sorted(inputs):
         closed_over = f"a closed-over array, {dtype_and_shape(flat.avals[n])}"
         name = names[n] if n < len(names) else closed_over
-        drawn = [index for x, index in draws if x & bits[n] and not x & ~fixed]
+        drawn = [index for x, index in repeated if x & bits[n]]
         if drawn and not jnp.issubdtype(flat.avals[n].dtype, jnp.inexact):
             # The functions of `jax.random` are traced without the caller's lines.
             nearby = flat.eqns[drawn[0] :: -1]
