@@ -70,6 +70,9 @@ def warn_of_lost_state(
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
     read = (params & trained) | (~params & _union(map(get, flat.outputs)))
     closed = _union(bits[n] for n in flat.constants)
+    # A number may be an option, such as the label of padding, that metrics depend on.
+    arrays = _union(bits[n] for n in inputs if flat.avals[n].shape)
+    lost = arrays & (renewed & ~read | closed & returned & ~trained)
     fixed = closed | (of_argument.get("frozen", 0) & ~returned)
     repeated = [(x, index) for x, index in draws if not x & ~fixed]
     for n in sorted(inputs):
@@ -84,13 +87,13 @@ def warn_of_lost_state(
                 f" count or key that no step changes (at"
                 f" {source_line(nearby[0], nearby)}). They are the same in each step."
             )
-        elif bits[n] & params & renewed & ~read:
+        elif bits[n] & params & lost:
             text = (
                 f"the loss does not depend on {name}, and computes a new value of it,"
                 " as of a running statistic. The optimizer does not train it, but may"
                 " change it, for example by weight decay."
             )
-        elif bits[n] & (renewed & ~read | closed & returned & ~trained):
+        elif bits[n] & lost:
             text = (
                 f"the loss computes a new value of {name}, such as a running statistic,"
                 " which the next step does not read: it begins with the old one."

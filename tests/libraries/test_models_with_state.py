@@ -500,6 +500,21 @@ def test_closed_over_keys_are_warned_of():
     po.split_layers(folded, params, (state[0], BATCHES[0], jnp.int32(0)))
 
 
+def test_options_that_metrics_depend_on_are_no_state():
+    padding, weights = jnp.int32(0), jnp.arange(4.0)
+
+    def loss(params, tokens):
+        x = params["embed"][tokens]
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer)
+        kept = (tokens != padding).mean(1) * weights
+        return jnp.mean(x**2), (kept.mean(), (tokens != padding).sum(dtype=jnp.int32))
+
+    layers = [jnp.eye(WIDTH)] * 4
+    params = {"embed": jnp.ones((VOCAB, WIDTH)), "layers": layers}
+    po.split_layers(loss, params, BATCHES[0])
+
+
 def test_frozen_state_that_is_not_returned_is_warned_of():
     loss, params, state = MODELS["nnx, one stream"]()
     keys, statistics = part(state, nnx.RngState), part(state, nnx.BatchStat)
