@@ -65,13 +65,8 @@ def _spans(x: object) -> bool:
 def compare(call: str, values: Values, once: bool = True) -> None:
     """Raises in every process unless all call this with equal values.
 
-    Args:
-      call: The function that the processes call, for messages.
-      values: The values that determine its program.
-      once: If True, values that were compared before are skipped.
-
-    Raises:
-      ValueError: If values differ, with their names, or if a process is missing.
+    The error names the `call`, and what differs or who is missing. With `once` values
+    that were compared before are skipped.
     """
     flat = {name + path: x for name, xs in values.items() for path, x in xs.items()}
     local = zlib.compress(json.dumps({"the call": call, **flat}).encode())

@@ -57,16 +57,7 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def parse_bytes(name: str, size: object, minimum: int = 0) -> int:
-    """Returns a number of bytes from an int or a string such as `"16MiB"`.
-
-    Args:
-      name: The argument, for messages.
-      size: Its value.
-      minimum: The smallest size.
-
-    Raises:
-      ValueError: If it is no size, less than `minimum`, or 2^63 bytes or more.
-    """
+    """Returns a number of bytes from an int or a string such as `"16MiB"`."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         unit = match and _UNITS.get(match[2] or "B")

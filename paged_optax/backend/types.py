@@ -152,11 +152,8 @@ def with_automatic_axes(
 ) -> PyTree:
     """Calls a function with explicit mesh axes treated as automatic.
 
-    Args:
-      function: The function.
-      args: Its arguments.
-      results: A tree like its results, of arrays or types with their shardings; None
-        for a replicated result.
+    `results` is a tree like its results, of arrays or types with their shardings; None
+    for a replicated result.
     """
     if (mesh := explicit_mesh(args)) is None:
         return function(*args)
