@@ -64,10 +64,9 @@ def typed_by_memory(sharding: Sharding) -> Sharding:
     """Returns an equal sharding whose arrays have the type of their memory."""
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding
-    # Arrays with a `SingleDeviceSharding` have the type of device memory, whatever
-    # their memory kind (jax 0.10.2 to 0.12.0.1), and would not be paged. A mesh without
-    # axes keeps the rest of the type equal to that of a step's results, so that
-    # `jax.jit` does not compile twice.
+    # Otherwise they would not be paged: see `is_mistyped`. A mesh without axes keeps
+    # the rest of the type equal to that of a step's results, so that `jax.jit` does not
+    # compile twice.
     (device,) = sharding.device_set
     mesh = Mesh(np.array(device), ())
     return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)

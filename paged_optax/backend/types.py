@@ -207,9 +207,7 @@ def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:
     if not hasattr(x, "dtype"):
         return None
     sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or not is_explicit(sharding):
-        return None
-    return sharding.mesh
+    return getattr(sharding, "mesh", None) if is_explicit(sharding) else None
 
 
 def is_explicit(sharding: Sharding | None) -> bool:
