@@ -40,18 +40,7 @@ MISTAKES = [
     ("plan", 2, "one of the arguments --params --module --checkpoint is required"),
     ("plan --params 8B", 1, "neither --device-memory is given, nor --card: give one"),
     ("plan --params 8B --card rtx490", 1, "card='rtx490' is none of t4"),
-    (
-        "plan --params 1B --card t4 --batch 4 ",
-        1,
-        "batch=4 and length=None: pass both",
-    ),
     ("plan --params 1B --card t4 --batch four", 2, "invalid int value: 'four'"),
-    (
-        "plan --params 1B --card t4 --length 8",
-        1,
-        "batch=None and length=8: pass both",
-    ),
-    ("plan --params 1B --card t4 --batch 0 --length 8", 1, "batch=0 is less"),
     (f"plan {DEVICE}", 2, "one of the arguments --params --module --checkpoint is"),
     (f"plan --params 8B --module a:b {DEVICE}", 2, "not allowed with"),
     (f"plan --params 8B {DEVICE} --colour red", 2, "unrecognized arguments: --colour"),
@@ -59,12 +48,8 @@ MISTAKES = [
     # Of the model's name.
     (f"plan --params 8Q {DEVICE}", 1, "'8Q' is neither"),
     (f"plan --params 8 {DEVICE}", 1, "model of 8 parameters: pass 40M"),
-    (f"plan --params lama3-8b {DEVICE}", 1, "nor one of llama2-7b"),
-    (f"plan --params llama-38b {DEVICE}", 1, "nor one of llama2-7b"),
     (f"plan --params gpt2 {DEVICE}", 1, "nor one of llama2-7b"),
     (f"plan --params '' {DEVICE}", 1, "'' is neither"),
-    (f"plan --params nan {DEVICE}", 1, "'nan' is neither"),
-    (f"plan --params 1M {DEVICE}", 1, "pass 40M to 100T"),
     (f"plan --params 1e999 {DEVICE}", 1, "inf parameters: pass 40M"),
     (f"plan --params=-8B {DEVICE}", 1, "'-8B' is neither"),
     # Of the device.
@@ -74,18 +59,12 @@ MISTAKES = [
     (f"plan --params 1B {DEVICE} --dtype float33", 1, "--dtype='float33' is no"),
     (f"plan --params 1B {DEVICE} --dtype int8", 1, "--dtype='int8' is no floating"),
     (f"plan --params 1B {DEVICE} --master-dtype foo", 1, "master_dtype='foo' is no"),
-    (f"plan --params 1B {DEVICE} --codec int7", 1, "codec 'int7' is unknown"),
     (
         f"plan --params 1B {DEVICE} --optimizer adamx",
         2,
         "invalid choice: 'adamx' (choose from",
     ),
     (f"plan --params 1B {DEVICE} --link fast", 2, "invalid float value: 'fast'"),
-    (
-        f"plan --params 1B {DEVICE} --link -1",
-        1,
-        "link_gigabytes_per_second=-1.0 is not",
-    ),
     (f"plan --params 1B {DEVICE} --teraflops many", 2, "invalid float value: 'many'"),
     (
         f"plan --params 1B {DEVICE} --link inf",

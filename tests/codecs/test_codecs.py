@@ -27,7 +27,6 @@ from paged_optax.codecs import (
     DynamicInt8,
     Float8E4M3,
     Quantized,
-    arranged,
     named,
 )
 from paged_optax.codecs.dynamic_int4 import int4_map
@@ -218,21 +217,6 @@ def test_fused_with_an_update(codec):
 
     again, moment = update(stored, x)
     assert_same(again, encode(codec, moment))
-
-
-def test_bytes_a_value():
-    size = 2**16
-    expected = {
-        "bfloat16": 2,
-        "bfloat16_stochastic": 2,
-        "dynamic_int8": 1 + 4 / 256,
-        "dynamic_int4": 0.5 + 4 / 128,
-        "float8_e4m3": 1 + 4 / 256,
-    }
-    for name, wanted in expected.items():
-        codec, shape = named(name, signed=True), (2**8, 2**8)
-        stored = jax.tree.leaves(arranged(codec, shape).stored(shape))
-        assert sum(x.size * x.dtype.itemsize for x in stored) / size == wanted
 
 
 @pytest.mark.parametrize(

@@ -314,13 +314,6 @@ def test_the_pool_of_the_way_to_choose(monkeypatch):
     assert "pool" not in notes_of(po.what_fits(shapes, card="v5e"))
 
 
-@pytest.mark.parametrize("argument", ["device_memory", "page_size"])
-def test_a_size_that_is_none(argument):
-    sizes = {"device_memory": "1GiB"} | {argument: "24 gigs"}
-    with pytest.raises(ValueError, match=f"{argument}='24 gigs'"):
-        po.what_fits(numbered("{}"), **sizes)
-
-
 def test_tokens_from_which_the_link_is_free():
     """Six operations a value and token, of the backward pass, take as long."""
     shapes = po.model_shapes("8B")

@@ -89,6 +89,21 @@ def test_plan_prints_every_group_and_the_totals():
     assert plan.scratch_bytes == 4 * 4 * 2**20
 
 
+def test_from_how_many_tokens_on_paging_costs_no_time():
+    """Six operations a value and token, of the backward pass, take as long."""
+    params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    tx = po.paged_adamw(1e-3)
+    plan = po.plan(tx, params, link_gigabytes_per_second=50.0, teraflops=500.0)
+    # Where the directions take turns, both count.
+    both = all(x.bidirectional for x in plan.moments if x.on_host)
+    seconds = (1 if both else 2) * plan.host_bytes / 50e9
+    least = 6 * 4096**2 * (plan.free_from - 1)
+    assert least < 500e12 * seconds <= least + 6 * 4096**2
+    assert f"{plan.free_from:,}" in str(plan)
+    silent = po.plan(tx, params)
+    assert silent.free_from is None and "free" not in str(silent)
+
+
 def test_plan_allocates_nothing():
     """These moments, of 64 GiB, would fit no machine that runs the tests."""
     params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 13), jnp.float32)}
