@@ -29,7 +29,7 @@ from jaxlib.mlir.dialects import func
 from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.types import ArrayOrShape, Device, is_traced
+from paged_optax.backend.types import ArrayOrShape, is_traced
 
 Tree = TypeVar("Tree")
 
@@ -120,9 +120,9 @@ def bytes_per_device(tree: PyTree) -> int:
 
 
 @functools.cache
-def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
-    """Returns the memory kinds of a device, or of the backend, the default first."""
-    device = jax.local_devices()[0] if device is None else device
+def memory_kinds() -> tuple[str, ...]:
+    """Returns the memory kinds of the default backend, the default first."""
+    device = jax.local_devices()[0]
     default = device.default_memory().kind
     remaining = (memory.kind for memory in device.addressable_memories())
     return (default, *(kind for kind in remaining if kind != default))
