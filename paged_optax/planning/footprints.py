@@ -26,7 +26,6 @@ class Footprint:
       gradients: Gradients that are live at the same time, on the device.
       moments: Largest part of the moments on the device.
       scratch: Pages in flight, or the moments and updates of one layer.
-      host: Moments in host memory.
       link_seconds: Seconds of transfers a step.
       moved: Bytes over the link a step, both ways.
       activations: Increase of the peak by activations, scores and logits; 0 without a
@@ -40,12 +39,16 @@ class Footprint:
     gradients: int
     moments: int
     scratch: int
-    host: int
     link_seconds: float
     moved: int = 0
     activations: int = 0
     seconds: tuple[float, float] | None = None
     arrays: tuple[int, ...] = ()
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory."""
+        return sum(self.arrays)
 
     @property
     def device(self) -> int:

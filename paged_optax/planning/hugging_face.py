@@ -22,14 +22,12 @@ _MOST_BYTES, _MOST_ITEMS = 4 << 20, 1 << 19
 class Fields:
     """A JSON object in a file. Errors name the file and the field.
 
-    Args:
-      path: A regular file; a pipe or a device may never end.
-      header: True for a safetensors file, which begins with the length of the text.
+    With `header` it is a safetensors file, which begins with the length of the text.
     """
 
     def __init__(self, path: pathlib.Path, header: bool = False) -> None:
         self.path = path
-        if not path.is_file():
+        if not path.is_file():  # a pipe or a device may never end
             raise ValueError(f"{str(path)!r} cannot be read: it is no file.")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little") if header else 1 << 64
