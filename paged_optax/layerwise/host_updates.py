@@ -17,7 +17,12 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.clipping import GradientStats, sum_dtype
+from paged_optax.layerwise.clipping import (
+    GradientStats,
+    HostGradients,
+    gradient_dtypes,
+    sum_dtype,
+)
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
@@ -28,9 +33,8 @@ from paged_optax.layerwise.loss import (
     over,
     weight_divisor,
 )
-from paged_optax.layerwise.overlap import forward_overlapped
+from paged_optax.layerwise.overlap import ForwardOverlap
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.sinks import HostGradients, gradient_dtypes
 from paged_optax.layerwise.slices import (
     LayerIndex,
     over_layers,
@@ -54,7 +58,6 @@ class _BatchCarry(NamedTuple):
     """Loop carry over micro-batches.
 
     Attributes:
-      stacks: The layers' parameters.
       host: The gradients of all layers, in host memory.
       workspace: The workspace without `host`.
       by_rest: The gradients of the other parameters; None before the only micro-batch.
@@ -248,13 +251,9 @@ def update_next_step(
             weights.stacks, partition.others(_pending(workspace).rest)
         )
         params = partition.combine(weights.stacks, others)
-        forward, slots, new = forward_overlapped(
-            step.optimizer,
-            start,
-            weights,
-            _host_gradients(step, workspace, [by[n] for n in layered.chunked]),
-            [params[n] for n in layered.chunked],
-        )
+        gradients = _host_gradients(step, workspace, [by[n] for n in layered.chunked])
+        overlap = ForwardOverlap(step.optimizer, start, weights, gradients)
+        forward, slots, new = overlap.run([params[n] for n in layered.chunked])
         others = layered.others_with(params, new)
         rest = _rest(step, forward[-1], others)
         zero = step.clipping.zero.square
