@@ -324,8 +324,8 @@ def plan(
     devices = max((x.mesh.size for x in shards), default=1)
     moments: list[Moment] = []
     for state in recorded(tx, params):
-        # Leaves are numbered through all that `tx` pages.
-        described, before = planned_moments(state, extra_args or {}), len(moments)
+        described = planned_moments(state, dict(extra_args or {}))
+        before = len(moments)  # leaves are numbered through all that `tx` pages
         moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
     result = PagePlan(
         tuple(moments),
