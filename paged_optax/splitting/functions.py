@@ -130,7 +130,7 @@ class Functions:
                     args.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
                 case Seen(Constant() as constant):
                     args.append(constant.value)
-                case Seen(value):
+                case Seen(int() as value):
                     known = value in constants
                     args.append(
                         constants[value] if known else context["seen"][str(value)]
