@@ -14,11 +14,11 @@ from paged_optax.analysis.flat import Flat, effectful
 from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import check_loss
+from paged_optax.layerwise.loss import check_loss, loss_and_metrics
 from paged_optax.splitting.assembly import Assembly, Pieces
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import Depends, SplitError, source_line
-from paged_optax.splitting.frozen_state import warn_of_lost_state
+from paged_optax.splitting.lost_state import warn_of_lost_state
 from paged_optax.splitting.numbered import (
     Candidate,
     Names,
@@ -101,7 +101,9 @@ class Loss:
             )
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         inlined, leaves = Flat(closed, derivatives=False), self.leaves
-        warn_of_lost_state(inlined, len(jax.tree.leaves(self.params)), self.frozen)
+        args = ("params", self.params), ("frozen", self.frozen), ("batch", batch)
+        losses = len(jax.tree.leaves(loss_and_metrics(shapes)[0]))
+        warn_of_lost_state(inlined, args, losses)
         lists = numbered(leaves, flat.avals)
         known = [*scans(flat, leaves), *indexed(inlined, leaves, lists), *lists]
         known.sort(key=lambda x: -x.nbytes(flat.avals))

@@ -88,11 +88,6 @@ class Stacking:
         return jax.tree.unflatten(self.structure, in_order)
 
     @property
-    def has_stacks(self) -> bool:
-        """True if the layers' leaves of the tree are stacks."""
-        return any(stack.axis is not None for stack in self.layers.values())
-
-    @property
     def tree(self) -> LayerTree:
         """The tree mapped to its stacks."""
         layers = {

@@ -36,8 +36,10 @@ def summary(loss: Loss, split: SplitLoss) -> str:
         words = f"{other.shown}, {other.length} layers, {how}"
         rows.append(("held whole", words, readable_bytes(other.nbytes(flat.avals))))
     if values := _activations(pieces, len(loss.leaves)):
-        eqn, x = max(values, key=lambda pair: nbytes(flat.avals[pair[1]]))
-        place = re.split(r"[/\\]", source_line(eqn).split(", which")[0])[-1]
+        n = max(range(len(values)), key=lambda n: nbytes(flat.avals[values[n][1]]))
+        eqn, x = values[n]
+        line = source_line(eqn, (e for e, _ in values[n::-1]))
+        place = re.split(r"[/\\]", line.split(", which")[0])[-1]
         text = f"{_types([flat.avals[x]])} at {place}"
         rows.append(("largest activation outside", text, _size([flat.avals[x]])))
     hints: list[str] = []
