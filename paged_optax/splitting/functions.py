@@ -128,13 +128,13 @@ class Functions:
                 case FromTable(table):
                     rows = context["tables"][table]
                     args.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
-                case Seen(Constant() as constant):
-                    args.append(constant.value)
-                case Seen(int() as value):
-                    known = value in constants
-                    args.append(
-                        constants[value] if known else context["seen"][str(value)]
-                    )
+                case Seen(value):
+                    if isinstance(value, Constant):
+                        args.append(value.value)
+                    elif value in constants:
+                        args.append(constants[value])
+                    else:
+                        args.append(context["seen"][str(value)])
         results = kind.program(args)
         carried, result = kind.carried, lambda n: jnp.asarray(results[n])
         x = [result(carried[k]) if k in carried else old for k, old in enumerate(x)]
