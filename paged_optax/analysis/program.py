@@ -42,11 +42,6 @@ class Constant:
         key = (array.tobytes(), array.shape, str(aval.dtype), aval.weak_type)
         return cls(key, literal.val)
 
-    @property
-    def dtype(self) -> str:
-        """The dtype's name."""
-        return str(self.key[2])
-
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
