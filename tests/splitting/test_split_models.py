@@ -112,7 +112,7 @@ def test_what_was_found_is_printed():
     for part in ("layers/*", "AB, repeated", "6 x 9.1 KiB", "embed, norm"):
         assert part in text
     assert "float32[2, 8, 24]" in text and "carried, saved for each layer" in text
-    assert "for each layer another" in text and "linear_cross_entropy" in text
+    assert "for each layer another" in text
     assert re.search(r"outside +float32\[2, 8, 48\] at plain.py:\d+", text)
 
 
@@ -357,11 +357,10 @@ def test_a_scan_in_reverse():
         po.split_layers(zoo.around(reversed_scan), stacked, batch)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_the_batch_before_the_parameters(dtype):
+def test_the_batch_before_the_parameters():
     loss, params, batch = zoo.MODELS["a_list"]()
     swapped = lambda params, batch: loss(params, batch["tokens"].astype("int32"))
-    batch = {"tokens": jnp.asarray(batch, dtype)}
+    batch = {"tokens": jnp.asarray(batch)}
     assert po.split_layers(swapped, params, batch)
     with pytest.raises(TypeError, match=r"Parameters precede the batch: split"):
         po.split_layers(swapped, batch, params)
