@@ -171,7 +171,7 @@ def update_at_once(
     leaves = partition.combine(weights.stacks, partition.others(by_rest))
     chunked = [leaves[n] for n in layered.chunked]
     sink = WorkspaceSink(clipping, norm, chunked, weights.length)
-    small = layered.small_gradients(workspace.gradients)
+    small = layered.small_gradients()
     start = WorkspaceCarry(clipping.zero, layered.slots, workspace, small)
     if step.overlaps:
         carry, stacks, back = BackwardOverlap(optimizer, layers, sink).run(start)
