@@ -121,7 +121,8 @@ class TracedStep:
         both = self.partition.layers, frozen.layers if frozen else None
         shards = layered.of_layers(layered.shards)
         shards += known_shards((), both[1], moments=False)
-        return Weights(*jax.tree.map(place, both), shards)
+        layers, fixed = jax.tree.map(place, both)
+        return Weights(layers, fixed, shards)
 
     def params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, in the memory that they came from."""
