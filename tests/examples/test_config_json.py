@@ -1,5 +1,6 @@
 """`config.json` of Hugging Face as transformers reads it, and Gemma's names."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -128,7 +129,10 @@ def read(tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_as_by_name(name, read):
-    assert read(CONFIGS[name]) == po.model_shapes(name)
+    sees = "vision_config" in CONFIGS[name]
+    says = pytest.warns(UserWarning, match="weights that see pictures are left out")
+    with says if sees else contextlib.nullcontext():
+        assert read(CONFIGS[name]) == po.model_shapes(name)
 
 
 @pytest.mark.parametrize(

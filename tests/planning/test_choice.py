@@ -198,6 +198,21 @@ def test_nothing_fits(ways):
     assert dataclasses.replace(ways, workload=None).advice() == ""
 
 
+def test_advice_where_the_host_is_small(ways):
+    """It names the host, or the adapters that fit; and no pool that would not."""
+    ways = dataclasses.replace(ways, device_memory=4 * 2**30)
+    small = dataclasses.replace(ways, host_memory=2**20)
+    said = " ".join(str(small).split())
+    assert re.search(
+        r"least of the device, and [0-9.]+ GiB too much of the host\.", said
+    )
+    assert "Host memory" in str(ways) and "Host memory" not in said
+    enough = max(row.host for row in ways if row.adapters)
+    some = dataclasses.replace(ways, host_memory=enough)
+    first = next(row.way for row in some.fitting)
+    assert f"fits. Adapters do: {first}" in " ".join(some.advice().split())
+
+
 def test_code_has_what_paging_takes():
     inner, params = optax.lion(1e-3), {"layers": {"w": jnp.ones((2, 512, 512))}}
     ways = po.what_fits(
