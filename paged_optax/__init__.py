@@ -43,13 +43,20 @@ from paged_optax.layerwise import (
     layerwise_step,
     offload,
 )
-from paged_optax.losses.linear_cross_entropy import linear_cross_entropy
+from paged_optax.losses import linear_cross_entropy
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.models import model_shapes
 from paged_optax.planning.page_plan import PagePlan, fully_sharded, plan
 from paged_optax.planning.what_fits import what_fits
 from paged_optax.splitting import SplitError, SplitModel, split_layers
-from paged_optax.state.moments import init_param, master_weights, page_in, page_out
+from paged_optax.state.moments import (
+    get_step,
+    increment_step,
+    init_param,
+    master_weights,
+    page_in,
+    page_out,
+)
 from paged_optax.state.residency import (
     device_bytes,
     device_resident_count,
@@ -58,7 +65,6 @@ from paged_optax.state.residency import (
     rebalance,
 )
 from paged_optax.state.restore import abstract_state, place_state, state_shardings
-from paged_optax.state.steps import get_step, increment_step
 from paged_optax.step_skipping import (
     MultiSteps,
     apply_if_finite,

@@ -5,8 +5,8 @@ states in host memory XLA copies both whole (`MultiSteps` on GPUs; `lax.cond` on
 jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step transfers
 the whole state. Here a skipped step runs its page loops zero times:
 
-- The wrapper closes the gate of the updates inside (`paged_optax.transform.gates`), or
-  in a layerwise step `layerwise.clipping.Guard` does.
+- The wrapper closes the gate of the updates inside (`transform.context`), or in a
+  layerwise step `layerwise.clipping.Guard` does.
 - The gate is the trip count of the loop around each leaf
   (`paged_optax.engine.exchange`). Leaves without a loop keep their old values
   (`paged_optax.transform.groups`).
@@ -29,7 +29,7 @@ from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.validation import check_transformation
 from paged_optax.transform.checks import check_arguments, check_on_device
-from paged_optax.transform.gates import only_if, restart_if
+from paged_optax.transform.context import only_if, restart_if
 from paged_optax.transform.init import tied
 
 #: The identity, whose state is True after an update.
@@ -83,15 +83,11 @@ class _Wrapped(NamedTuple):
         # The page loops have selected already.
         select = lambda new, old: new if on_host(new) else jnp.where(enabled, new, old)
         new = jax.tree.map(select, new, old)
-        skipped = lambda x, gradient: (
-            jnp.zeros_like(x) if self.zero else gradient.astype(x.dtype)
+        skipped = lambda x, grad: (
+            jnp.zeros_like(x) if self.zero else grad.astype(x.dtype)
         )
-        updates = jax.tree.map(
-            lambda x, gradient: jnp.where(enabled, x, skipped(x, gradient)),
-            updates,
-            grads,
-        )
-        return updates, outer._replace(**{self.field: new})
+        keep = lambda x, grad: jnp.where(enabled, x, skipped(x, grad))
+        return jax.tree.map(keep, updates, grads), outer._replace(**{self.field: new})
 
     def inside(self, state: PyTree) -> PyTree:
         """Returns the wrapped transformation's part of a state."""

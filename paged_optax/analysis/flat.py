@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ from paged_optax.analysis.program import (
     FILLS,
     Constant,
     Equation,
+    NumberedProgram,
     Opaque,
     Operand,
     Program,
+    used_values,
 )
 from paged_optax.backend.types import shape_dtype, without_explicit_axes
 
@@ -52,7 +54,6 @@ _DERIVATIVES = frozenset(["custom_jvp_call", "custom_vjp_call"])
 
 
 def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Returns the jaxpr that an equation only calls, or None."""
     called = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
     return called and closed_of(called)
 
@@ -91,28 +92,19 @@ def _comparable(value: object) -> Hashable:
 
 def _differentiated(eqn: core.JaxprEqn) -> Hashable:
     """Returns a key of an equation's computation and of its own derivative."""
+    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     shape = lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
-    avals = [shape(x) for x in eqn.invars]
-    results = [shape(x) for x in eqn.outvars]
-    subset = [jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
-    differentiable = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
+    avals = list(map(shape, eqn.invars))
 
-    def pulled(values: Sequence[ArrayLike], by: Sequence[ArrayLike]) -> Sequence[Array]:
-        def run(*learned: ArrayLike) -> list[Array]:
-            inexact = iter(learned)
-            operands = [
-                next(inexact) if flag else x
-                for x, flag in zip(values, subset, strict=True)
-            ]
-            params = eqn.primitive.get_bind_params(eqn.params)
-            outputs = eqn.primitive.bind(*operands, **params)
-            return list(itertools.compress(outputs, differentiable))
+    def run(*values: ArrayLike) -> list[Array]:
+        params = eqn.primitive.get_bind_params(eqn.params)
+        return list(filter(inexact, eqn.primitive.bind(*values, **params)))
 
-        return jax.vjp(run, *itertools.compress(values, subset))[1](list(by))
+    def pulled(values: Sequence[ArrayLike], by: Sequence[ArrayLike]) -> list[Array]:
+        return list(filter(inexact, jax.vjp(run, *values)[1](list(by))))
 
-    by = list(itertools.compress(results, differentiable))
-    closed = jax.make_jaxpr(pulled)(avals, by)
-    called = _called(eqn)
+    results = list(filter(inexact, map(shape, eqn.outvars)))
+    called, closed = _called(eqn), jax.make_jaxpr(pulled)(avals, results)
     assert called is not None
     return Flat(called).key, Flat(closed).key
 
@@ -162,8 +154,10 @@ class Flat:
         self.both, self.checkpoints, self.derivatives = both, checkpoints, derivatives
         self.avals: list[ShapedArray] = []
         self.eqns: list[Equation] = []
+        self.source: dict[int, int] = {}  # position of each value's equation
         self.constants: dict[int, ArrayLike] = {}
         args = [self._number(aval) for aval in closed.in_avals]
+        self.inputs = len(args)
         self.outputs = self._inline(closed, args)
 
     @property
@@ -176,6 +170,10 @@ class Flat:
     def _number(self, aval: ShapedArray) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
+
+    def _append(self, eqn: Equation) -> None:
+        self.source.update(dict.fromkeys(eqn.outputs, len(self.eqns)))
+        self.eqns.append(eqn)
 
     def _inline(
         self, called: core.ClosedJaxpr, operands: Sequence[Operand]
@@ -198,14 +196,12 @@ class Flat:
                 results = [self._inline(x, remaining) for x in branches]
                 outputs = [self._number(var.aval) for var in eqn.outvars]
                 for output, *cases in zip(outputs, *results, strict=True):
-                    choice = Equation(lax.select_n_p, (), (which, *cases), (output,))
-                    self.eqns.append(choice)
+                    values = (which, *cases), (output,)
+                    self._append(Equation(lax.select_n_p, (), *values))
             else:
                 outputs = [self._number(var.aval) for var in eqn.outvars]
                 values = tuple(operands), tuple(outputs)
-                self.eqns.append(
-                    Equation(eqn.primitive, _params(eqn), *values, traced=eqn)
-                )
+                self._append(Equation(eqn.primitive, _params(eqn), *values, eqn))
             scope.update(zip(eqn.outvars, outputs, strict=True))
         return [read(x) for x in jaxpr.outvars]
 
@@ -226,13 +222,11 @@ class Flat:
             return np.shape(value.value)
         return self.avals[value].shape
 
-    def dependents(self, values: Iterable[int]) -> set[int]:
-        """Returns these values, and all that depend on them."""
-        dependents = set(values)
-        for eqn in self.eqns:
-            if not dependents.isdisjoint(eqn.numbers):
-                dependents.update(eqn.outputs)
-        return dependents
+    def aval(self, value: Operand) -> tuple[tuple[int, ...], str]:
+        """Returns the shape and dtype of an operand."""
+        if isinstance(value, Constant):
+            return self.shape(value), value.dtype
+        return self.shape(value), str(self.avals[value].dtype)
 
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Returns whether all are of a leaf's shape, or scalars."""
@@ -246,54 +240,49 @@ class Flat:
         known = eqn.primitive.name in ELEMENTWISE
         return known and self.fit((*eqn.inputs, *eqn.outputs), shape)
 
-    def program(
-        self,
-        results: Sequence[Operand],
-        within: Callable[[int], bool],
-        source: dict[int, int],
-        shape: tuple[int, ...],
-    ) -> tuple[Program, tuple[int, ...]]:
-        """Extracts the equations `within` of some results, and their arguments."""
+    def needed(
+        self, results: Sequence[Operand], within: Callable[[int], bool] | None = None
+    ) -> list[int]:
+        """Returns the positions of the equations `within` that results depend on."""
         needed: set[int] = set()
-        stack = [x for x in results if not isinstance(x, Constant)]
+        stack = used_values(results)
         while stack:
-            index = source.get(value := stack.pop())
-            if index is None or index in needed or not within(value):
+            index = self.source.get(value := stack.pop())
+            if index is None or index in needed or (within and not within(value)):
                 continue
             needed.add(index)
             stack += self.eqns[index].numbers
-        eqns = [self.eqns[i] for i in sorted(needed)]
-        computed = {x for eqn in eqns for x in eqn.outputs}
-        args: dict[int, int] = {}
-        for operand in (*[x for e in eqns for x in e.inputs], *results):
-            if not isinstance(operand, Constant) and operand not in computed:
-                args.setdefault(operand, len(args))
-        # Renumbered, leaves of equal shape have equal programs, which JAX traces and
-        # lowers once.
-        names = dict(args)
-        for eqn in eqns:
-            for value in eqn.outputs:
-                names[value] = len(names)
-        rename = lambda x: x if isinstance(x, Constant) else names[x]
-        renamed = lambda e: Equation(
-            e.primitive,
-            e.params,
-            tuple(map(rename, e.inputs)),
-            tuple([names[x] for x in e.outputs]),
-        )
-        program = Program(
-            inputs=len(args),
-            eqns=tuple(map(renamed, eqns)),
-            outputs=tuple(map(rename, results)),
-            elementwise=self.fit(args, shape)
+        return sorted(needed)
+
+    def program(
+        self,
+        results: Sequence[Operand],
+        within: Callable[[int], bool] | None = None,
+        shape: tuple[int, ...] = (),
+    ) -> NumberedProgram:
+        """Extracts the equations `within` that results depend on."""
+        eqns = [self.eqns[i] for i in self.needed(results, within)]
+        program, args = Program.create(eqns, results)
+        elementwise = (
+            self.fit(args, shape)
             and all(self.is_elementwise(e, shape) for e in eqns)
             # A constant result takes the shape of a page.
-            and all(isinstance(x, Constant) or self.shape(x) == shape for x in results),
+            and all(self.shape(x) == shape for x in used_values(results))
         )
-        return program, tuple(args)
+        program = dataclasses.replace(program, elementwise=elementwise)
+        return NumberedProgram(program, args, tuple(results))
 
 
-def check_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
+def effectful(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the innermost equations that have effects besides their results."""
+    for eqn in jaxpr.eqns:
+        # The effect of a collective names its axis, which is in its results.
+        if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
+            inner = map(effectful, core.jaxprs_in_params(eqn.params))
+            yield from list(itertools.chain(*inner)) or [eqn]
+
+
+def check_effects(closed: core.ClosedJaxpr) -> None:
     """Raises if a traced function has effects other than its results.
 
     Programs compute results alone, and run once a page, or not at all.
@@ -301,18 +290,14 @@ def check_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
     Raises:
       ValueError: If the function prints, calls back, checks, or writes to a reference.
     """
-    for eqn in closed.eqns:
-        if (body := _called(eqn)) is not None:
-            check_effects(body)
-        # The effect of a collective names its axis, which is in its results.
-        elif {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            raise ValueError(
-                f"this transformation cannot be paged: `{eqn.primitive.name}` has an"
-                " effect besides its results (a print, a callback, a check, a write to"
-                " a reference), and pages are computed for their results alone. Chain"
-                " the part that has it outside, as in"
-                " optax.chain(optax.stateless(...), paged(...))."
-            )
+    for eqn in effectful(closed.jaxpr):
+        raise ValueError(
+            f"this transformation cannot be paged: `{eqn.primitive.name}` has an effect"
+            " besides its results (a print, a callback, a check, a write to a"
+            " reference), and pages are computed for their results alone. Chain the"
+            " part that has it outside, as in optax.chain(optax.stateless(...),"
+            " paged(...))."
+        )
 
 
 def trace(

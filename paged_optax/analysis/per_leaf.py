@@ -26,8 +26,8 @@ from paged_optax.analysis.program import (
     Constant,
     Equation,
     LeafUpdate,
-    NumberedProgram,
     Operand,
+    used_values,
 )
 from paged_optax.backend.types import holds_moments, in_shard_map
 
@@ -66,7 +66,6 @@ class _Followed:
     param_indices: Sequence[int | None]  # of each argument
     of_moments: set[int]  # values computed from moments, which may be on the host
     param_index: list[int | None]  # of each value: the parameter that it depends on
-    source: dict[int, int]  # of each computed value: the position of its equation
     joined: dict[int, None]  # values that are all parameters, concatenated
 
     @classmethod
@@ -74,30 +73,21 @@ class _Followed:
         cls, flat: Flat, param_indices: Sequence[int | None], name: Callable[[int], str]
     ) -> "_Followed":
         """Propagates the owners of arguments through all equations."""
-        moments = [
+        moments = {
             value
             for value, param_index in enumerate(param_indices)
             if param_index is None
             and flat.avals[value].shape
             and holds_moments(flat.avals[value].dtype)
-        ]
+        }
         unknown: list[int | None] = [None] * (len(flat.avals) - len(param_indices))
-        followed = cls(
-            flat,
-            param_indices,
-            flat.dependents(moments),
-            [*param_indices, *unknown],
-            {},
-            {},
-        )
-        for index, eqn in enumerate(flat.eqns):
-            followed._follow(index, eqn, name)
+        followed = cls(flat, param_indices, moments, [*param_indices, *unknown], {})
+        for eqn in flat.eqns:
+            followed._follow(eqn, name)
         return followed
 
-    def _follow(self, index: int, eqn: Equation, name: Callable[[int], str]) -> None:
-        param_indices = {
-            o for x in eqn.numbers if (o := self.param_index[x]) is not None
-        }
+    def _follow(self, eqn: Equation, name: Callable[[int], str]) -> None:
+        param_indices = {self.param_index[x] for x in eqn.numbers} - {None}
         primitive = eqn.primitive.name
         if _JOINED in param_indices:
             unmixed = param_indices == {_JOINED} and (
@@ -105,6 +95,8 @@ class _Followed:
             )
         else:
             unmixed = len(param_indices) < 2
+        if not self.of_moments.isdisjoint(eqn.numbers):
+            self.of_moments.update(eqn.outputs)
         # Concatenated moments would all be on the device at the same time.
         joins = _JOINED not in param_indices and self.of_moments.isdisjoint(eqn.outputs)
         if not unmixed and joins and primitive == "concatenate":
@@ -118,7 +110,6 @@ class _Followed:
                 f"{'' if second is None else ' and ' + name(second)}"
             )
         for value in eqn.outputs:
-            self.source[value] = index
             self.param_index[value] = next(iter(param_indices), None)
 
     @property
@@ -139,12 +130,12 @@ class _Followed:
         if self.is_shared(value) and not (in_shard_map() and self.flat.shape(value)):
             return True
         in_place = value == place or not self.flat.shape(value)
-        return value not in self.source and in_place
+        return value not in self.flat.source and in_place
 
     def ends_joined(self, value: int) -> bool:
         if self.param_index[value] != _JOINED or value in self.joined:
             return False
-        eqn = self.flat.eqns[self.source[value]]
+        eqn = self.flat.eqns[self.flat.source[value]]
         return not self.flat.is_elementwise(eqn, self.full)
 
     def grouped(
@@ -157,9 +148,8 @@ class _Followed:
         for index, value in enumerate(self.flat.outputs):
             place = replaced[index] if replaced else None
             by_place = by_places[index]
-            param_index = (
-                None if isinstance(value, Constant) else self.param_index[value]
-            )
+            constant = isinstance(value, Constant)
+            param_index = None if constant else self.param_index[value]
             if param_index is None and place is not None:
                 # An update belongs to the leaf of its gradient.
                 param_index = self.param_indices[place]
@@ -213,12 +203,19 @@ def analyse(
             followed = _Followed.create(Flat(closed, both=True), param_indices, name)
         except CrossLeafError:
             raise error from None
-    flat, source = followed.flat, followed.source
+    flat, source = followed.flat, followed.flat.source
     groups, outputs, result_owners = followed.grouped(output_owners, replaced)
     # In order: programs are compared, and so are the numbers of their arguments.
     shared = dict.fromkeys(
-        [x for _, x in outputs if isinstance(x, int) and x in source]
+        [x for x in used_values(x for _, x in outputs) if x in source]
     )
+
+    def find_shared(inputs: Sequence[int]) -> list[int]:
+        """Adds shared values of a program's arguments, and returns computed others."""
+        computed = [x for x in inputs if x in source]
+        shared.update(dict.fromkeys(filter(followed.is_shared, computed)))
+        return [x for x in computed if x not in shared]
+
     # Concatenated leaves are one leaf to element-wise equations. That leaf ends at the
     # equations that split it, where the tail begins.
     cut_apart = [
@@ -226,31 +223,24 @@ def analyse(
         for index in groups.get(_JOINED, ())
         if flat.shape(flat.outputs[index]) != followed.full
     ]
-    results = [flat.outputs[p] for p in cut_apart]
-    tail, tail_inputs = flat.program(results, followed.ends_joined, source, ())
-    computed = [x for x in tail_inputs if x in source]
-    shared |= dict.fromkeys(filter(followed.is_shared, computed))
-    of_joined = [x for x in computed if x not in shared]
+    tail = flat.program([flat.outputs[p] for p in cut_apart], followed.ends_joined)
+    of_joined = find_shared(tail.inputs)
     leaf_updates, out_avals = [], closed.out_avals  # JAX builds that list at each read
     for key, indices in groups.items():
         places = [p for p in indices if p not in cut_apart]
         between = of_joined if key == _JOINED else []
         results = [*[flat.outputs[p] for p in places], *between]
         shape = flat.shape(results[0])
-        program, inputs = flat.program(
-            results, lambda x: not followed.is_shared(x), source, shape
-        )
-        computed = [x for x in inputs if x in source]
-        shared |= dict.fromkeys(filter(followed.is_shared, computed))
+        numbered = flat.program(results, lambda x: not followed.is_shared(x), shape)
+        find_shared(numbered.inputs)
         avals = [out_avals[p] for p in places] + [flat.avals[x] for x in between]
         param_index = None if key == _JOINED else result_owners[indices[0]]
         outcome = tuple(places), tuple(between), tuple(avals), shape, param_index
-        leaf_updates.append(LeafUpdate(program, inputs, *outcome))
-    program, inputs = flat.program(tuple(shared), lambda _: True, source, ())
+        leaf_updates.append(LeafUpdate(numbered.program, numbered.inputs, *outcome))
     analysis = Analysis(
-        shared=NumberedProgram(program, inputs, tuple(shared)),
+        shared=flat.program(tuple(shared)),
         leaf_updates=tuple(leaf_updates),
-        tail=NumberedProgram(tail, tail_inputs, tuple(cut_apart)),
+        tail=dataclasses.replace(tail, outputs=tuple(cut_apart)),
         direct=tuple(outputs),
         param_indices=tuple(result_owners),
     )

@@ -42,6 +42,11 @@ class Constant:
         key = (array.tobytes(), array.shape, str(aval.dtype), aval.weak_type)
         return cls(key, literal.val)
 
+    @property
+    def dtype(self) -> str:
+        """The dtype's name."""
+        return str(self.key[2])
+
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
@@ -53,6 +58,11 @@ class Opaque:
 
 #: An operand: the number of a value, or a constant.
 Operand = int | Constant
+
+
+def used_values(operands: Iterable[Operand]) -> list[int]:
+    """Returns the operands that are no constants."""
+    return [x for x in operands if not isinstance(x, Constant)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Equation:
     @property
     def numbers(self) -> list[int]:
         """The inputs that are no constants."""
-        return [x for x in self.inputs if not isinstance(x, Constant)]
+        return used_values(self.inputs)
 
     @property
     def line(self) -> str | None:
@@ -78,23 +88,6 @@ class Equation:
         if self.traced is None:
             return None
         return source_info_util.summarize(self.traced.source_info) or None
-
-    @property
-    def where(self) -> str:
-        """That line, or the name of the primitive."""
-        return self.line or f"a `{self.primitive.name}` of no known line"
-
-    def of(
-        self,
-        inputs: Iterable[Operand],
-        outputs: Iterable[int],
-        traced: "Equation | None" = None,
-    ) -> "Equation":
-        """Returns this equation with other values, at the line of `traced`."""
-        where = self.traced if traced is None else traced.traced
-        return dataclasses.replace(
-            self, inputs=tuple(inputs), outputs=tuple(outputs), traced=where
-        )
 
     def bind(
         self, operands: Sequence[ArrayLike], shape: tuple[int, ...] | None
@@ -126,7 +119,33 @@ class Program:
     inputs: int
     eqns: tuple[Equation, ...]
     outputs: tuple[Operand, ...]
-    elementwise: bool
+    elementwise: bool = False
+
+    @classmethod
+    def create(
+        cls, eqns: Iterable[Equation], outputs: Iterable[Operand]
+    ) -> tuple["Program", tuple[int, ...]]:
+        """Returns a program of equations, and its arguments by their numbers before.
+
+        Renumbered, leaves of equal shape have equal programs, which JAX traces and
+        lowers once.
+        """
+        eqns, outputs = tuple(eqns), tuple(outputs)
+        computed = [x for eqn in eqns for x in eqn.outputs]
+        inside = set(computed)
+        operands = (*[x for eqn in eqns for x in eqn.inputs], *outputs)
+        args = dict.fromkeys(used_values(operands))
+        args = [x for x in args if x not in inside]
+        names = {x: n for n, x in enumerate((*args, *computed))}
+        rename = lambda x: x if isinstance(x, Constant) else names[x]
+        renamed = lambda e: Equation(
+            e.primitive,
+            e.params,
+            tuple(map(rename, e.inputs)),
+            tuple(map(names.__getitem__, e.outputs)),
+        )
+        program = tuple(map(renamed, eqns)), tuple(map(rename, outputs))
+        return cls(len(args), *program), tuple(args)
 
     def __call__(
         self, args: Sequence[ArrayLike], shape: tuple[int, ...] | None = None
@@ -137,9 +156,7 @@ class Program:
         only); None if they are whole leaves.
         """
         values: dict[int, ArrayLike] = dict(enumerate(args))
-        read = lambda operand: (
-            operand.value if isinstance(operand, Constant) else values[operand]
-        )
+        read = lambda x: x.value if isinstance(x, Constant) else values[x]
         for eqn in self.eqns:
             results = eqn.bind([read(x) for x in eqn.inputs], shape)
             values.update(zip(eqn.outputs, results, strict=True))
@@ -156,9 +173,10 @@ class NumberedProgram:
 
     program: Program
     inputs: tuple[int, ...]  # numbers of its arguments
-    outputs: tuple[int, ...]  # numbers of its results, or positions of outputs
+    # Numbers of its results, or positions of outputs.
+    outputs: tuple[Operand, ...]
 
-    def __call__(self, values: Mapping[int, PyTree]) -> dict[int, PyTree]:
+    def __call__(self, values: Mapping[int, PyTree]) -> dict[Operand, PyTree]:
         """Returns the results, by their numbers."""
         results = self.program([values[i] for i in self.inputs])
         return dict(zip(self.outputs, results, strict=True))
@@ -195,11 +213,9 @@ class Analysis:
     @property
     def elementwise(self) -> frozenset[int]:
         """Positions of the element-wise outputs."""
-        outputs = (
-            leaf.outputs for leaf in self.leaf_updates if leaf.program.elementwise
-        )
+        leaves = (x.outputs for x in self.leaf_updates if x.program.elementwise)
         direct = (index for index, _ in self.direct)
-        return frozenset(itertools.chain(direct, *outputs))
+        return frozenset(itertools.chain(direct, *leaves))
 
     @functools.cached_property
     def same(self) -> Mapping[int, int]:
@@ -208,15 +224,12 @@ class Analysis:
         Optax computes the negative learning rate separately for each leaf.
         """
         first: dict[Hashable, int] = {}
+        meaning: dict[int, Hashable] = dict(enumerate(self.shared.inputs))
         named = lambda x: x if isinstance(x, Constant) else meaning[x]
-        meaning: dict[int, Hashable] = {
-            i: ("input", index) for i, index in enumerate(self.shared.inputs)
-        }
         for eqn in self.shared.program.eqns:
             how = eqn.primitive, eqn.params, *map(named, eqn.inputs)
             known = first.setdefault(how, eqn.outputs[0])
-            for i, index in enumerate(eqn.outputs):
-                meaning[index] = known, i
+            meaning.update((x, (known, k)) for k, x in enumerate(eqn.outputs))
         seen: dict[Hashable, int] = {}
         pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
         return {index: seen.setdefault(named(x), index) for index, x in pairs}
@@ -253,17 +266,13 @@ class Evaluation:
         constants: Mapping[int, ArrayLike],
         counts: Mapping[int, Sequence[ArrayLike]] | None = None,
     ):
-        self.analysis = analysis
-        values = dict(enumerate(args)) | dict(constants)
-        self.values = values | analysis.shared(values)
-        self.counts = counts or {}
-        params = len(next(iter(self.counts.values()))) if self.counts else 0
-        self.by_parameter: list[dict[int, PyTree]] = []
-        for param_index in range(params):
-            values = self.values | {
-                n: item[param_index] for n, item in self.counts.items()
-            }
-            self.by_parameter.append(values | analysis.shared(values))
+        complete = lambda values: values | analysis.shared(values)
+        self.analysis, self.counts = analysis, counts or {}
+        self.values = complete(dict(enumerate(args)) | dict(constants))
+        self.by_parameter = [
+            complete(self.values | dict(zip(self.counts, item, strict=True)))
+            for item in zip(*self.counts.values(), strict=True)
+        ]
 
     def inputs(self, leaf: LeafUpdate) -> list[PyTree[ArrayLike]]:
         """Returns the arguments of a leaf's program."""

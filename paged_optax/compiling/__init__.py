@@ -1,6 +1,5 @@
 """Compiled steps: `jit_step` places and checks donations, `memory_report` counts bytes.
 
-`arguments` names a step's leaves, `donations` finds their buffers in the program.
-`host_arithmetic` finds computation on host arrays, and `overlapping` compiles with the
-options that XLA:GPU needs.
+`donations` names a step's leaves, and finds the buffers of donated ones in the program.
+`host_arithmetic` finds computation on host arrays.
 """

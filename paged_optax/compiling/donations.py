@@ -1,7 +1,10 @@
-"""Donated arguments: their buffers in the traced step and in the compiled program."""
+"""The arguments of a step, and the buffers of the donated ones."""
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -10,9 +13,132 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import memory_kind, memory_kinds, nbytes, on_host
+from paged_optax.backend.memory import (
+    is_mistyped,
+    memory_kind,
+    memory_kinds,
+    nbytes,
+    on_host,
+    typed_by_memory,
+)
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import Device, is_explicit, is_traced
-from paged_optax.compiling.arguments import ArgumentKey, Chosen, Leaf
+
+#: The position of an argument, or its name if it is passed by name.
+ArgumentKey = int | str
+
+
+class Chosen(NamedTuple):
+    """The donated or the static arguments of a step, by position and by name."""
+
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def create(
+        cls,
+        step: Callable[..., PyTree],
+        positions: int | Iterable[int],
+        names: str | Iterable[str] = (),
+    ) -> "Chosen":
+        """Finds the names of positions and the positions of names.
+
+        `jax.jit` does too, unless both are passed.
+        """
+        parameters = inspect.signature(step, follow_wrapped=False).parameters.values()
+        either = Parameter.POSITIONAL_OR_KEYWORD
+        known = [x for x in parameters if x.kind in (Parameter.POSITIONAL_ONLY, either)]
+        listed = (positions,) if isinstance(positions, int) else positions
+        chosen = {i + len(known) if -len(known) <= i < 0 else i for i in listed}
+        by_name = {names} if isinstance(names, str) else {*names}
+        for i, x in enumerate(known):
+            if i in chosen and x.kind is either:
+                by_name.add(x.name)
+            if x.name in by_name:
+                chosen.add(i)
+        return cls(tuple(sorted(chosen)), tuple(sorted(by_name)))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.positions or key in self.names
+
+    def select(
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> dict[ArgumentKey, PyTree]:
+        """These arguments of a call."""
+        given = {**dict(enumerate(args)), **kwargs}
+        return {key: x for key, x in given.items() if key in self}
+
+
+class Leaf(NamedTuple):
+    """A leaf of a step's arguments.
+
+    Attributes:
+      key: The argument that it belongs to.
+      name: Its name in messages.
+      value: An array, a tracer, a Python number or a `ShapeDtypeStruct`.
+    """
+
+    key: ArgumentKey
+    name: str
+    value: Any
+
+
+def argument_leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[Leaf]:
+    """The leaves of a call's arguments, in JAX's order."""
+    leaves = []
+    for path, x in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+        key = path[1].key if path[0].idx else path[1].idx
+        leaves.append(Leaf(key, f"argument {key}{keystr(path[2:])}", x))
+    return leaves
+
+
+def sharding_list(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
+    """The shardings of leaves on several devices, None of others; empty if all are."""
+    # Runs at each call of a step: no Python function is called for a leaf.
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    if NamedSharding not in set(map(type, shardings)):
+        return ()
+    shardings = [
+        x if isinstance(x, NamedSharding) and x.num_devices > 1 else None
+        for x in shardings
+    ]
+    return tuple(shardings) if any(shardings) else ()
+
+
+def host_types(leaves: Iterable[Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of the leaves in host memory, by name."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=typed_by_memory(x.sharding)
+        )
+        for _, name, x in leaves
+        if on_host(x) and getattr(x, "sharding", None) is not None
+    }
+
+
+def host_type(
+    leaf: Leaf, types: Mapping[str, jax.ShapeDtypeStruct]
+) -> jax.ShapeDtypeStruct | None:
+    """The type that a leaf outside host memory had there, if it has its shape."""
+    before, now = types.get(leaf.name), jax.typeof(leaf.value)
+    if before is None or on_host(leaf.value):
+        return None
+    return before if (before.shape, before.dtype) == (now.shape, now.dtype) else None
+
+
+def check_not_moved(
+    leaves: Iterable[Leaf], types: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Raises if an array in device memory belongs in host memory."""
+    for leaf in leaves:
+        if is_mistyped(leaf.value) or host_type(leaf, types):
+            raise ValueError(
+                f"{leaf.name} belongs in host memory, and has the type of device memory"
+                f" ({jax.typeof(leaf.value)}): a restore or a jax.device_put without a"
+                " memory kind did that. Put the state back by"
+                " paged_optax.place_state(tx, state, params)."
+            )
+
 
 # JAX promises nothing of it (checked with 0.10.2, 0.11.2 and 0.12.0.1).
 _eliminate = getattr(partial_eval, "dce_jaxpr", None)
@@ -112,6 +238,42 @@ def is_placed(x: object) -> bool:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is not None
     return getattr(x, "committed", False)
+
+
+def commit_donated(
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    donated: Chosen,
+    host: Mapping[str, jax.ShapeDtypeStruct],
+    places: Sequence[Sharding],
+) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
+    """The arguments, with donated arrays committed to the devices of the others.
+
+    A step's results are: `jax.jit` would compile for these, and again for them. `host`
+    has the types of earlier arguments in host memory, `places` their shardings.
+    """
+    # A dict of positions and names has no order, and so is no pytree.
+    values = jax.tree.leaves([*donated.select(args, kwargs).values()])
+    if all(map(is_placed, values)):
+        return args, kwargs
+    leaves = argument_leaves(args, kwargs)
+    shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
+    sharding = shared_by(shardings or places)
+    if sharding is None:
+        return args, kwargs
+
+    def commit(leaf: Leaf) -> PyTree:
+        x = leaf.value
+        if leaf.key not in donated or is_placed(x):
+            return x
+        before = host_type(leaf, host)
+        place = before.sharding if before else sharding
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(sharding=place)
+        return jax.device_put(x, place)  # copies nothing that is there already
+
+    structure = jax.tree.structure((args, kwargs))
+    return jax.tree.unflatten(structure, map(commit, leaves))
 
 
 class DonationError(ValueError):

@@ -3,9 +3,10 @@
 import contextlib
 import contextvars
 import functools
+import inspect
 import types
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -18,39 +19,86 @@ from jaxtyping import PyTree
 from paged_optax.backend.compiler_options import (
     NO_OVERLAP,
     PIPELINED,
+    SCHEDULED,
     addressing_options,
+    overlap_options,
 )
 from paged_optax.backend.memory import donate_within_memory, on_host, typed_by_memory
+from paged_optax.backend.text import readable_bytes
 from paged_optax.backend.types import is_traced
 from paged_optax.backend.user_warnings import warn_user
-from paged_optax.compiling.arguments import (
-    Chosen,
-    Leaf,
-    argument_leaves,
-    check_not_moved,
-    get_signature,
-    host_type,
-    host_types,
-    sharding_list,
-)
 from paged_optax.compiling.donations import (
     KEEP_UNUSED,
+    Chosen,
+    argument_leaves,
     check_donations,
+    check_not_moved,
+    commit_donated,
     divide_like,
+    host_types,
     is_placed,
     keep_unread,
     local_device,
     note_donated,
-    shared_by,
+    sharding_list,
 )
 from paged_optax.compiling.host_arithmetic import (
     check_host_arithmetic,
     reaches_host,
     warn_of_host_compute,
 )
-from paged_optax.compiling.overlapping import compile_overlapping
+from paged_optax.compiling.memory_report import device_total
 from paged_optax.transform.checks import note_elsewhere
 from paged_optax.transform.context import current, known_shardings, within
+
+
+def compile_overlapping(
+    jit: Callable[..., Wrapped],
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    device: Any,
+) -> tuple[Wrapped, Compiled]:
+    """Compiles a program so that its transfers overlap with products.
+
+    XLA's scheduler then keeps more buffers alive. It is left out if the program takes
+    more memory than the device has, and so are options that this XLA does not have.
+    `jit` takes them by name; `device` is None if nothing is transferred.
+    """
+
+    def compiled_with(options: Mapping[str, Any]) -> tuple[Wrapped, Compiled]:
+        jitted = jit(**options)
+        return jitted, jitted.lower(*args, **kwargs).compile()
+
+    options = overlap_options(device)
+    try:
+        jitted, compiled = compiled_with(options)
+    except jax.errors.JaxRuntimeError as error:
+        if not options or "No such compile option" not in str(error):
+            raise
+        warn_user(
+            "this XLA takes no compiler options that overlap transfers and products,"
+            f" and the step is compiled without: {str(error).splitlines()[0]}"
+        )
+        return compiled_with({})
+    unscheduled = {name: x for name, x in options.items() if name not in SCHEDULED}
+    limit = None if unscheduled == options else _memory_limit(device)
+    if limit is None or (needed := device_total(compiled)) <= limit:
+        return jitted, compiled
+    warn_user(
+        f"transfers do not overlap with products, as the step would then take"
+        f" {readable_bytes(needed)} of the device, and JAX has {readable_bytes(limit)}:"
+        " give it fewer tokens, or more of the device's memory."
+    )
+    return compiled_with(unscheduled)
+
+
+def _memory_limit(device: Any) -> int | None:
+    """The bytes that JAX takes of a device; None if it does not report them."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:
+        return None  # it is another process's, or only compiled for
+
 
 _CONFIG: Any = jax.config
 
@@ -126,7 +174,7 @@ class Step:
         try:
             committed = {getattr(x, "committed", False) for x in leaves}
             if False in committed and (True in committed or self._shardings):
-                args, kwargs = self._committed(args, kwargs)
+                args, kwargs = self._commit(args, kwargs)
                 leaves = jax.tree.leaves((args, kwargs))
             with _divided(leaves), contextlib.suppress(_NotCompiled):
                 if self.compiled is not None:
@@ -147,11 +195,12 @@ class Step:
     def compile(self, *args: PyTree, **kwargs: PyTree) -> Compiled:
         """The program for arguments like these, compiled unless it already is."""
         args, kwargs = jax.tree.map(_typed, (args, kwargs))
-        return self._compile(*self._committed(args, kwargs))
+        return self._compile(*self._commit(args, kwargs))
 
     def _jit_of(self, run: Callable[..., PyTree], **options: Any) -> Wrapped:
         run.__name__ = getattr(self._step, "__name__", "step")
-        run.__signature__ = get_signature(self._step)  # JAX looks arguments up in it
+        # JAX looks arguments up in it.
+        run.__signature__ = inspect.signature(self._step, follow_wrapped=False)
         indices, names = self._static
         return jax.jit(run, static_argnums=indices, static_argnames=names, **options)
 
@@ -175,35 +224,8 @@ class Step:
         )
         self._jitted: Any = self._jit()
 
-    def _committed(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """The arguments, with donated arrays committed to the devices of the others.
-
-        A step's results are: `jax.jit` would compile for these, and again for them.
-        """
-        # A dict of positions and names has no order, and so is no pytree.
-        donated = jax.tree.leaves([*self._donated.select(args, kwargs).values()])
-        if all(map(is_placed, donated)):
-            return args, kwargs
-        leaves = argument_leaves(args, kwargs)
-        shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
-        sharding = shared_by(shardings or self._shardings)
-        if sharding is None:
-            return args, kwargs
-
-        def commit(leaf: Leaf) -> PyTree:
-            x = leaf.value
-            if leaf.key not in self._donated or is_placed(x):
-                return x
-            before = host_type(leaf, self._host)
-            place = before.sharding if before else sharding
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return x.update(sharding=place)
-            return jax.device_put(x, place)  # copies nothing that is there already
-
-        structure = jax.tree.structure((args, kwargs))
-        return jax.tree.unflatten(structure, map(commit, leaves))
+    def _commit(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Any:
+        return commit_donated(args, kwargs, self._donated, self._host, self._shardings)
 
     def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:
         leaves = [x for x in argument_leaves(args, kwargs) if x.key not in self._static]
@@ -242,22 +264,22 @@ class Step:
 
     def _traced(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         """Traces the step, with its donated buffers kept and its results divided."""
-        leaves, structure = (
-            argument_leaves(args, kwargs),
-            jax.tree.structure((args, kwargs)),
-        )
+        leaves = argument_leaves(args, kwargs)
+        structure = jax.tree.structure((args, kwargs))
         places = current().places or (None,) * len(leaves)
         arrays = [n for n, x in enumerate(leaves) if x.key not in self._static]
-        places = [places[n] for n in arrays]
-        donated = [leaves[n].key in self._donated for n in arrays]
         values = [leaves[n].value for n in arrays]
+        donated = [leaves[n].key in self._donated for n in arrays]
 
         def step(*values: PyTree) -> PyTree:
             new = dict(zip(arrays, values, strict=True))
             flat = [new.get(n, x.value) for n, x in enumerate(leaves)]
             # Tracers of automatic axes have no sharding: an update inside reads it from
             # the context.
-            with within(places=()), known_shardings(values, places):
+            with (
+                within(places=()),
+                known_shardings(values, [places[n] for n in arrays]),
+            ):
                 args, kwargs = jax.tree.unflatten(structure, flat)
                 return self._step(*args, **kwargs)
 
@@ -265,11 +287,11 @@ class Step:
         results = step(*keep_unread(step.trace(*values).jaxpr, values, donated))
         if not any(donated):
             return results
-        if any(places):
-            leaf_value = dict(zip(arrays, places, strict=True))
-            of_key = lambda key: [leaf_value[n] for n in arrays if leaves[n].key == key]
-            given = self._donated.select(args, kwargs).items()
-            results = divide_like(results, [(x, of_key(key)) for key, x in given])
+        places_of = lambda key: [
+            place for place, x in zip(places, leaves, strict=True) if x.key == key
+        ]
+        given = self._donated.select(args, kwargs).items()
+        results = divide_like(results, [(x, places_of(key)) for key, x in given])
         # JAX pairs donated arguments with results of any memory.
         return donate_within_memory(results)
 

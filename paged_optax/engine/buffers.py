@@ -29,31 +29,19 @@ _FEW_BYTES = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class PagedBuffer:
-    """One array of a leaf, read and written page by page.
-
-    Attributes:
-      pages: The cut of the leaf.
-      shape: The array's own shape.
-      dtype: Its dtype.
-      on_host: True if it lives in host memory.
-      view: The shape that pages are cut from. None: every page needs the whole array.
-      ratios: For each axis of the view a pair (a, b): a entries of the array stand for
-        b of the leaf. Empty if every page needs the whole array.
-      streamed: True if its pages come from host memory.
-      unit_view: The view whose first index is the loop's own variable, if its pages
-        come from host memory and such a view exists; else None. See `_by_unit`.
-      stacked_leaves: Number of leaves stacked on a new leading axis; 0: none.
-    """
+    """One array of a leaf, read and written page by page."""
 
     pages: Pages
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the array's own
     dtype: Any  # The dtype of a JAX key is no np.dtype, and has no public type.
     on_host: bool
-    view: tuple[int, ...] | None
-    ratios: tuple[tuple[int, int], ...]
-    streamed: bool
+    view: tuple[int, ...] | None  # pages are cut from it; None: each needs all of it
+    ratios: tuple[tuple[int, int], ...]  # by axis (a, b): a entries for b of the leaf
+    streamed: bool  # its pages come from host memory
+    # The view of a streamed array whose first index is the loop's own variable, if
+    # there is one; see `_by_unit`.
     unit_view: tuple[int, ...] | None = None
-    stacked_leaves: int = 0
+    stacked_leaves: int = 0  # leaves stacked on a new leading axis; 0: none
 
     @classmethod
     def create(

@@ -17,7 +17,6 @@ gradient is freed then.
 in one direction and half in the other, then each half in the other direction.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -89,111 +88,93 @@ def _looped(
 _Item = tuple[int, int]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Exchange:
-    """Writes one page and reads another, some arrays in each direction at a time.
+def exchange(
+    arrays: Sequence[PagedArray],
+    exchanged: tuple[int, ...],
+    current: dict[int, LeafBuffers],
+    results: dict[int, LeafBuffers],
+    at: Page,
+    next_item: Page,
+    page: dict[int, tuple[Fetched, ...]],
+    more: Bool[Array, ""] | None,
+) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
+    """Writes the streamed buffers of one page, and fetches the next page's.
 
-    Attributes:
-      arrays: The arrays of a leaf.
-      exchanged: Positions of the arrays that travel both ways.
-      leaf_count: Number of leaves that share pages.
+    `exchanged` has the positions of the arrays that travel both ways. `results` are
+    written at `at`, and the page at `next_item` is returned beside the buffers; if
+    there is none, `page` is. `more` is True if there is one; None: there always is.
     """
+    leaf_count = max(map(len, page.values()), default=1)
+    items = [(p, leaf) for p in exchanged for leaf in range(leaf_count)]
+    retained = {(p, leaf): current[p][leaf] for p, leaf in items}
+    loaded = {(p, leaf): page[p][leaf] for p, leaf in items}
+    # A GPU computes the results on the device while the first group travels. On a TPU
+    # that would take memory.
+    on_device = {p: x for p, x in current.items() if p not in page and p in results}
+    on_device = on_device if more is None else {}
 
-    arrays: Sequence[PagedArray]
-    exchanged: tuple[int, ...]
-    leaf_count: int
+    def fetch(item: _Item) -> Fetched:
+        read = functools.partial(arrays[item[0]].fetch, at=next_item)
+        if more is None:
+            return read(retained[item])
+        return lax.cond(more, read, lambda _: loaded[item], retained[item])
 
-    def __call__(
-        self,
-        current: dict[int, LeafBuffers],
-        results: dict[int, LeafBuffers],
-        at: Page,
-        next_item: Page,
-        page: dict[int, tuple[Fetched, ...]],
-        more: Bool[Array, ""] | None,
-    ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
-        """Writes the streamed buffers of one page, and fetches the next page's.
-
-        Args:
-          current: The buffers.
-          results: The page to write to the host.
-          at: The address of the page to write.
-          next_item: The address of the page to fetch.
-          page: The page to return if there is no page to fetch.
-          more: True if there is a page to fetch; None: there is one.
-
-        Returns:
-          The buffers, and the fetched page.
-        """
-        leaves = range(self.leaf_count)
-        retained = {
-            (p, leaf): current[p][leaf] for p in self.exchanged for leaf in leaves
-        }
-        loaded = {(p, leaf): page[p][leaf] for p, leaf in retained}
-        # A GPU computes the results on the device while the first group travels. On a
-        # TPU that would take memory.
-        on_device = {p: x for p, x in current.items() if p not in page and p in results}
-        on_device = on_device if more is None else {}
-
-        def fetch(item: _Item) -> Fetched:
-            read = functools.partial(self.arrays[item[0]].fetch, at=next_item)
-            if more is None:
-                return read(retained[item])
-            return lax.cond(more, read, lambda _: loaded[item], retained[item])
-
-        iterations = self._turns()
-        for (sources, targets), after in zip(
-            iterations, iterations[1:] + iterations[:1], strict=True
-        ):
-            new_pages = {item: fetch(item) for item in sources}
-            written = {
-                (p, leaf): self.arrays[p].write(
-                    retained[p, leaf], results[p][leaf], at, travels=True
-                )
-                for p, leaf in targets
-            }
-            # The next turn waits, or XLA may begin all reads before the first write.
-            next_ones = {*sources, *after[0], *after[1]} - {*targets}
-            pending = {x: retained[x] for x in sorted(next_ones)}
-            # One barrier on all: the read of a buffer ends before a later write of it
-            # begins, or XLA copies the whole buffer.
-            new_pages, written, pending, on_device = barrier(
-                (new_pages, written, pending, on_device)
+    iterations = _turns(arrays, exchanged, leaf_count)
+    for (sources, targets), after in zip(
+        iterations, iterations[1:] + iterations[:1], strict=True
+    ):
+        new_pages = {item: fetch(item) for item in sources}
+        written = {
+            (p, leaf): arrays[p].write(
+                retained[p, leaf], results[p][leaf], at, travels=True
             )
-            loaded |= new_pages
-            retained |= written | pending
-        by_array = lambda x: {
-            p: tuple([x[p, leaf] for leaf in leaves]) for p in self.exchanged
+            for p, leaf in targets
         }
-        return current | on_device | by_array(retained), by_array(loaded)
-
-    def _turns(self) -> list[tuple[list[_Item], list[_Item]]]:
-        """Returns the arrays that each turn reads, and the others that it writes.
-
-        XLA would copy an array that is read and written at the same time. Two turns of
-        half of the bytes wait for each other twice in a page. If there are no such
-        halves, or if XLA:GPU has no stream for each direction, a turn has one array in
-        each direction: the same moment of two leaves that share pages, or two moments
-        of one leaf.
-        """
-        size = lambda item: self.arrays[item[0]].page_bytes
-        count, exchanged = self.leaf_count, self.exchanged
-        every = [(p, leaf) for leaf in range(count) for p in exchanged]
-        halves: tuple[list[_Item], list[_Item]] = [], []
-        for item in sorted(every, key=size, reverse=True):
-            min(halves, key=lambda half: sum(map(size, half))).append(item)
-        first, second = (sum(map(size, half)) for half in halves)
-        if abs(first - second) <= _UNEVEN * (first + second) and (
-            GPU_HAS_STREAMS_BY_DIRECTION or count == 1
-        ):
-            return [halves, (halves[1], halves[0])]
-        next_item = dict(zip(exchanged, exchanged[1:] + exchanged[:1], strict=True))
-        other = lambda p, leaf: (
-            (next_item[p], 0) if count == 1 else (p, (leaf + count // 2) % count)
+        # The next turn waits, or XLA may begin all reads before the first write.
+        next_ones = {*sources, *after[0], *after[1]} - {*targets}
+        pending = {x: retained[x] for x in sorted(next_ones)}
+        # One barrier on all: the read of a buffer ends before a later write of it
+        # begins, or XLA copies the whole buffer.
+        new_pages, written, pending, on_device = barrier(
+            (new_pages, written, pending, on_device)
         )
-        return [
-            ([(p, leaf)], [other(p, leaf)]) for p in exchanged for leaf in range(count)
-        ]
+        loaded |= new_pages
+        retained |= written | pending
+    by_array = lambda x: {
+        p: tuple([x[p, leaf] for leaf in range(leaf_count)]) for p in exchanged
+    }
+    return current | on_device | by_array(retained), by_array(loaded)
+
+
+def _turns(
+    arrays: Sequence[PagedArray], exchanged: tuple[int, ...], leaf_count: int
+) -> list[tuple[list[_Item], list[_Item]]]:
+    """Returns the arrays that each turn reads, and the others that it writes.
+
+    XLA would copy an array that is read and written at the same time. Two turns of half
+    of the bytes wait for each other twice in a page. If there are no such halves, or if
+    XLA:GPU has no stream for each direction, a turn has one array in each direction:
+    the same moment of two leaves that share pages, or two moments of one leaf.
+    """
+    size = lambda item: arrays[item[0]].page_bytes
+    every = [(p, leaf) for leaf in range(leaf_count) for p in exchanged]
+    halves: tuple[list[_Item], list[_Item]] = [], []
+    for item in sorted(every, key=size, reverse=True):
+        min(halves, key=lambda half: sum(map(size, half))).append(item)
+    first, second = (sum(map(size, half)) for half in halves)
+    if abs(first - second) <= _UNEVEN * (first + second) and (
+        GPU_HAS_STREAMS_BY_DIRECTION or leaf_count == 1
+    ):
+        return [halves, (halves[1], halves[0])]
+    following = dict(zip(exchanged, exchanged[1:] + exchanged[:1], strict=True))
+    other = lambda p, leaf: (
+        (following[p], 0)
+        if leaf_count == 1
+        else (p, (leaf + leaf_count // 2) % leaf_count)
+    )
+    return [
+        ([(p, leaf)], [other(p, leaf)]) for p in exchanged for leaf in range(leaf_count)
+    ]
 
 
 def fenced(values: Sequence[Value], subset: Sequence[bool]) -> list[Value]:

@@ -41,7 +41,8 @@ from paged_optax.backend.platforms import (
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.codecs import Codec, Noise
 from paged_optax.codecs.codec import get_strides
-from paged_optax.engine.exchange import Exchange, fenced, isolated
+from paged_optax.engine.exchange import exchange, fenced, isolated
+from paged_optax.engine.page_cuts import in_tiles
 from paged_optax.engine.paged_array import (
     Buffers,
     Fetched,
@@ -51,7 +52,6 @@ from paged_optax.engine.paged_array import (
     buffers_of,
 )
 from paged_optax.engine.pages import CODEC_PAGE, Index, MomentFormat, Page, Pages
-from paged_optax.engine.tpu_pages import in_tiles
 from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pieces
 
 #: The buffers of each array of the program, by the array's position.
@@ -64,19 +64,13 @@ FetchedByPosition = dict[int, tuple[Fetched, ...]]
 class LeafProgram(NamedTuple):
     """A leaf's program, and the storage of its arrays.
 
-    Attributes:
-      program: The computation of a page.
-      overwrites: For each of its results the position of the array it replaces, of the
-        same shape and dtype.
-      codecs: For each array of a leaf its codec, or None: the program's arguments, then
-        further arrays to overwrite.
-      shapes: For each array of a leaf the shape that the program sees, if leaves of
-        several shapes travel whole.
+    The arrays are the program's arguments, then further arrays to overwrite.
     """
 
     program: Program
-    overwrites: tuple[int, ...]
-    codecs: tuple[Codec | None, ...]
+    overwrites: tuple[int, ...]  # for each result the array of its kind it replaces
+    codecs: tuple[Codec | None, ...]  # of each array
+    # Of each array as the program sees it, if leaves of several shapes travel whole.
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
@@ -84,13 +78,9 @@ class LeafProgram(NamedTuple):
 class Loop:
     """A program's loop over the pages of one leaf, or of leaves that share pages.
 
-    Attributes:
-      leaf: A leaf's program.
-      pages: The cut of the leaf.
-      arrays: The arrays of a leaf.
-      random_bits: For each result the random words of stochastic rounding, or None.
-      start: Offset in the flattened leaf of this shard's first value; None: 0.
-      leaf_count: Number of leaves that share pages.
+    `random_bits` has for each result the random words of stochastic rounding, or None.
+    `start` is the offset in the flattened leaf of this shard's first value; None: 0.
+    `leaf_count` leaves share pages.
     """
 
     leaf: LeafProgram
@@ -126,12 +116,7 @@ class Loop:
     def __call__(
         self, buffers: Sequence[LeafBuffers], trip_count: Int[Array, ""] | None
     ) -> tuple[LeafBuffers, ...]:
-        """Returns the new buffers of the arrays that are overwritten.
-
-        Args:
-          buffers: The buffers of each array, of each leaf that has its own.
-          trip_count: 1 to run, 0 to skip; None always runs.
-        """
+        """Returns the new buffers of the overwritten arrays; `trip_count`: 0 skips."""
         args = tuple(buffers), tuple([buffers[p] for p in self.targets])
         ranges = self.pages.ranges
         # A single loop isolates the leaf by itself.
@@ -163,17 +148,19 @@ class Loop:
         current |= dict(zip(self.targets, overwritten, strict=True))
         current = {p: arrays[p].preload(x) for p, x in current.items()}
         for equal in self.pages.ranges:
-            in_turn = functools.partial(self._in_turn, equal)
-            duplex = functools.partial(self._duplex, equal)
             if equal.single:
                 current = self._page(self.pages.at(equal, np.int32(0)), current)
             elif not self.duplex:
-                current = in_turn(current)
+                current = self._in_turn(equal, current)
             elif self.pages.tiled:
-                current = duplex(current)
+                current = self._duplex(equal, current)
             else:
                 # XLA:CPU shares these pages with XLA:GPU, and has no link.
-                current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
+                current = lax.platform_dependent(
+                    current,
+                    cpu=functools.partial(self._in_turn, equal),
+                    default=functools.partial(self._duplex, equal),
+                )
         return tuple([arrays[p].unload(current[p]) for p in self.targets])
 
     def _in_turn(self, equal: Page, current: ByPosition) -> ByPosition:
@@ -214,7 +201,6 @@ class Loop:
         pieces, stop = self._pieces_of(equal), equal.stop if once else last
         piece_step = np.int32(equal.step // pieces)
         constant = {p: x for p, x in current.items() if p not in self.targets}
-        exchange = Exchange(self.arrays, self.exchanged, self.leaf_count)
         address = functools.partial(self.pages.at, equal)
 
         def next_page(
@@ -229,7 +215,9 @@ class Loop:
             results = self._compute(at, buffers, page)
             changed = self._write(at, buffers, results, travels=False)
             more = index < last if once else None
-            changed, page = exchange(changed, results, at, next_item, page, more)
+            changed, page = exchange(
+                self.arrays, self.exchanged, changed, results, at, next_item, page, more
+            )
             return iteration + 1, {p: changed[p] for p in self.targets}, page
 
         def fetch(iteration: Index) -> FetchedByPosition:
@@ -374,6 +362,25 @@ class Loop:
         return pages if pages.count > 1 else None
 
 
+def filled(
+    program: Program,
+    pages: Pages,
+    sources: Sequence[tuple[PagedArray, Stored]],
+    target: PagedArray,
+    axes: frozenset[str],
+    random_bits: UInt32[Array, "2"] | None = None,
+    start: UInt32[Array, ""] | None = None,
+) -> Stored:
+    """Computes a new array page by page, which varies along `axes`."""
+    arrays = [*(array for array, _ in sources), target]
+    leaf = LeafProgram(program, (len(sources),), tuple([x.codec for x in arrays]))
+    buffers = [(array.open(x),) for array, x in sources]
+    empty = varying(target.empty(), axes)
+    loop = Loop(leaf, pages, arrays, [random_bits], start)
+    ((new,),) = loop([*buffers, (empty,)], None)
+    return target.close(new)
+
+
 def _by_pages(pages: Pages, array: PagedArray, x: Stored, encode: bool) -> Buffers:
     """Encodes or decodes a moment on the device, page by page."""
     assert array.codec is not None
@@ -385,9 +392,4 @@ def _by_pages(pages: Pages, array: PagedArray, x: Stored, encode: bool) -> Buffe
     )
     source, target = arrays if encode else arrays[::-1]
     same = Program(1, (), (0,), elementwise=True)
-    leaf = LeafProgram(same, (1,), (source.codec, target.codec))
-    loop = Loop(leaf, pages, (source, target), (None,), None)
-    buffers = source.open(x)
-    empty = varying(target.empty(), varying_axes(buffers))
-    ((new,),) = loop(((buffers,), (empty,)), None)
-    return buffers_of(target.close(new))
+    return buffers_of(filled(same, pages, [(source, x)], target, varying_axes(x)))

@@ -20,7 +20,7 @@ from paged_optax.engine.pages import Page, Pages, joined_along
 from paged_optax.engine.transfers import to_device, to_host
 
 #: An array, or its encoded form.
-Stored = Array | Quantized[Array]
+Stored = Array | Quantized
 
 #: The arrays of one `Stored`, whole or of a page: codes and scales, or the array alone.
 Buffers = tuple[Array, ...]
@@ -40,15 +40,10 @@ def buffers_of(x: Stored) -> Buffers:
 
 @dataclasses.dataclass(frozen=True)
 class PagedArray:
-    """One argument of a leaf's program, or its encoded form, page by page.
-
-    Attributes:
-      codec: Its codec, or None.
-      parts: Its codes and its scales, or the array itself.
-    """
+    """One argument of a leaf's program, or its encoded form, page by page."""
 
     codec: Codec | None
-    parts: tuple[PagedBuffer, ...]
+    parts: tuple[PagedBuffer, ...]  # codes and scales, or the array itself
 
     @classmethod
     def create(

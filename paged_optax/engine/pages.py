@@ -1,7 +1,7 @@
 """Pages of a leaf: their number, size and addresses.
 
 `paged(page_size=...)` is an upper bound. By default a GPU's pages are as large as their
-latency requires (`paged_optax.engine.gpu_pages`). A page is smaller if the leaf is
+latency requires (`paged_optax.engine.page_cuts`). A page is smaller if the leaf is
 small, if several leaves share it, or if a codec makes temporary arrays of it. On a GPU
 a page of a codec of blocks is larger if the device has spare memory
 (`paged_optax.layerwise.layer_optimizer`). Page sizes do not depend on the card: pages
@@ -56,15 +56,9 @@ Index = Int[Array, ""] | np.int32
 
 
 class MomentFormat(NamedTuple):
-    """Storage of one moment of a leaf.
+    """Storage of one moment of a leaf."""
 
-    Attributes:
-      itemsize: Bytes of a value as the transformation sees it.
-      codec: The moment's codec, or None.
-      on_host: True if it is in host memory.
-    """
-
-    itemsize: int
+    itemsize: int  # bytes of a value as the transformation sees it
     codec: Codec | None = None
     on_host: bool = True
 
@@ -75,21 +69,13 @@ class MomentFormat(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Address of one page, or of equal pages that a loop visits.
+    """Address of one page, or of equal pages that a loop visits."""
 
-    Attributes:
-      start: First entry of the (first) page along the axis that is cut.
-      size: Entries of a page along that axis.
-      first_unit: First unit of the (first) page along that axis: a loop's variable.
-      stop: End of the loop's variable, which starts at 0.
-      step: Increment of the loop's variable; equal to `stop` for a single page.
-    """
-
-    start: Index
-    size: int
-    first_unit: Index = np.int32(0)
-    stop: int = 1
-    step: int = 1
+    start: Index  # first entry of the (first) page along the axis that is cut
+    size: int  # entries of a page along that axis
+    first_unit: Index = np.int32(0)  # first unit of the (first) page: a loop's variable
+    stop: int = 1  # end of the loop's variable, which starts at 0
+    step: int = 1  # its increment; equal to `stop` for a single page
 
     @property
     def single(self) -> bool:
@@ -103,33 +89,20 @@ class Pages:
 
     The leaf is viewed under the shape `view` and sliced along `axis`, `size` entries a
     page. The remainder is a last, smaller page.
-
-    Attributes:
-      leaf: The leaf's shape.
-      view: A shape of the same values in the same order, free of cost.
-      axis: The axis to slice.
-      size: Entries of a page along it.
-      count: Number of pages, smaller last ones included. 0: leaves of several shapes
-        are updated in one program, and travel whole.
-      unit: Entries along `axis` that a loop's variable counts as one. A page is a
-        multiple of them.
-      tiled: True if arrays lie in a TPU's tiles.
-      isolated: True if XLA must compute the leaf separately, see
-        `paged_optax.engine.exchange`.
-      leaf_count: Number of leaves that share pages. The last group may have fewer.
-      refused: Reason why a leaf larger than a page cannot be cut; else empty.
     """
 
-    leaf: tuple[int, ...]
-    view: tuple[int, ...]
+    leaf: tuple[int, ...]  # the leaf's shape
+    view: tuple[int, ...]  # a shape of the same values in the same order, free of cost
     axis: int
     size: int
+    # Pages, smaller last ones included. 0: leaves of several shapes are updated in one
+    # program, and travel whole.
     count: int
-    unit: int = 1
-    tiled: bool = False
-    isolated: bool = True
-    leaf_count: int = 1
-    refused: str = ""
+    unit: int = 1  # entries that a loop's variable counts as one; pages are multiples
+    tiled: bool = False  # arrays lie in a TPU's tiles
+    isolated: bool = True  # XLA must compute it separately, see `engine.exchange`
+    leaf_count: int = 1  # leaves that share pages; the last group may have fewer
+    refused: str = ""  # reason why a leaf larger than a page cannot be cut
 
     @property
     def entries(self) -> int:
@@ -184,7 +157,7 @@ class Pages:
     def bidirectional(self, travelling: int) -> bool:
         """Returns whether one page is read while another is written.
 
-        `travelling` counts the moments on the host, over all leaves that share pages.
+        `travelling` counts the moments on the host of all leaves that share pages.
         """
         if travelling < 2 or self.count < 2:
             return False

@@ -6,8 +6,7 @@ link, pages are cut from the shard, and no collective appears. Under automatic
 partitioning XLA would gather every page (4 devices, H200: 96 MiB of scratch and 128 MiB
 of host scratch; `shard_map` takes 8 and 0).
 `paged_optax.transform.parameter_shardings` reads a parameter's sharding, and
-`paged_optax.transform.groups.divided_as` chooses the leaves that are paged by shards.
-Within a user's own `jax.shard_map`, see `paged_optax.transform.moment_parts`.
+`paged_optax.transform.groups` chooses the leaves that are paged by shards.
 
 The numbers equal one device's, bit for bit, with the exceptions in
 `docs/many_devices.md`. If one is wrong, look here first: JAX does not check
@@ -18,7 +17,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -42,22 +40,12 @@ from paged_optax.codecs import Codec, Quantized, axis_of_blocks
 UNSHARDED = "paged_optax_without_shardings"
 
 
-#: Description of a result: the position of an argument, or a codec and its encoded
-#: shapes.
-ResultLike: TypeAlias = int | tuple[Codec | None, PyTree[jax.ShapeDtypeStruct]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Division of one leaf over a mesh.
-
-    Attributes:
-      mesh: The devices.
-      axes: For each dimension the mesh axes that divide it.
-    """
+    """Division of one leaf over a mesh."""
 
     mesh: Mesh | AbstractMesh
-    axes: tuple[tuple[str, ...], ...]
+    axes: tuple[tuple[str, ...], ...]  # for each dimension the mesh axes that divide it
 
     @classmethod
     def create(
@@ -66,18 +54,14 @@ class Shards:
         """Reads a sharding; None if it divides nothing."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return None
+        if len(sharding.spec) > len(shape):
+            return None
         if AxisType.Manual in getattr(sharding.mesh, "axis_types", ()):
             return None  # inside a `shard_map`, whose arrays are shards
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         undivided = None, PartitionSpec.UNCONSTRAINED
-        axes = tuple(
-            ()
-            if entry in undivided
-            else entry
-            if isinstance(entry, tuple)
-            else (entry,)
-            for entry in entries
-        )
+        names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
+        axes = tuple(() if entry in undivided else names(entry) for entry in entries)
         shards = cls(sharding.mesh, axes)
         even = (n % d == 0 for n, d in zip(shape, shards.divisions, strict=True))
         return shards if all(even) else None
@@ -90,8 +74,11 @@ class Shards:
     @property
     def divisions(self) -> tuple[int, ...]:
         """Number of parts of each dimension."""
+        return self._parts_of(self.axes)
+
+    def _parts_of(self, axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
         sizes = dict(self.mesh.shape)
-        return tuple(math.prod(sizes[name] for name in names) for names in self.axes)
+        return tuple(math.prod(sizes[name] for name in names) for names in axes)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -139,22 +126,25 @@ class Shards:
         scales have one row for each shard that is not a range of the flattened moment,
         so that the shape of the scales identifies the layout of a state.
         """
+
+        def grown(
+            x: jax.ShapeDtypeStruct, axes: Sequence[tuple[str, ...]]
+        ) -> jax.ShapeDtypeStruct:
+            part = (*(1,) * (len(axes) - len(x.shape)), *x.shape)
+            pairs = zip(part, self._parts_of(axes), strict=True)
+            return jax.ShapeDtypeStruct(tuple(n * d for n, d in pairs), x.dtype)
+
         stored = codec.stored(self.local(shape))
-        grown = lambda x, divisions: jax.ShapeDtypeStruct(
-            tuple(n * d for n, d in zip(x.shape, divisions, strict=True)), x.dtype
-        )
         if not isinstance(stored, Quantized):
-            return grown(stored, self.divisions)
-        first, *remaining = self.divisions
-        scales = stored.scales
+            return grown(stored, self.axes)
+        scales = grown(stored.scales, self._axes_of_scales(codec))
+        return Quantized(grown(stored.codes, self.axes), scales)
+
+    def _axes_of_scales(self, codec: Codec | None) -> Sequence[tuple[str, ...]]:
         if axis_of_blocks(codec) is not None:
-            scales = grown(scales, self.divisions)
-        elif self.has_rows:
-            shape = (math.prod(remaining), first * scales.shape[0])
-            scales = jax.ShapeDtypeStruct(shape, scales.dtype)
-        else:
-            scales = grown(scales, (first,))
-        return Quantized(grown(stored.codes, self.divisions), scales)
+            return self.axes
+        first, *remaining = self.axes
+        return [(*itertools.chain(*remaining),), first] if self.has_rows else [first]
 
     def spec_of(
         self, codec: Codec | None, x: PyTree[ArrayOrShape], local: tuple[int, ...]
@@ -164,60 +154,47 @@ class Shards:
             if codec is None and len(x.shape) == len(self.axes):
                 return self.spec if self.local(x.shape) == local else PartitionSpec()
             return PartitionSpec() if codec is None else self.spec
-        first, *remaining = self.axes
-        names = tuple(name for names in remaining for name in names)
-        if axis_of_blocks(codec) is not None:
-            scales = self.spec
-        else:
-            scales = spec_of_axes([names, first] if self.has_rows else [first])
-        return Quantized(self.spec, scales)
+        return Quantized(self.spec, spec_of_axes(self._axes_of_scales(codec)))
 
 
 def on_shards(
-    function: Callable[..., Sequence[PyTree[Array]]],
+    function: Callable[..., Sequence[tuple[PyTree[Array], ...]]],
     shards: Shards,
-    arrays: tuple[PyTree[Array], ...],
+    leaves: tuple[tuple[PyTree[Array], ...], ...],
     codecs: Sequence[Codec | None],
     local: tuple[int, ...],
-    results: Sequence[ResultLike],
+    results: Sequence[tuple[Codec | None, PyTree[ArrayOrShape]]],
     trip_count: Int[Array, ""] | None = None,
     random_bits: PyTree[UInt32[Array, "2"]] = None,
-) -> tuple[PyTree[Array], ...]:
-    """Calls a function on every device, with its shards of a leaf's arrays.
+) -> list[tuple[PyTree[Array], ...]]:
+    """Calls a function on every device, with its shards of leaves.
 
-    Args:
-      function: A function of the arrays, the trip count, the shard's random words, and
-        the offset in the flattened leaf of its first value. A shard that is no range of
-        the flattened leaf has offset 0, and random words of its own.
-      shards: The division of the leaf.
-      arrays: Arrays of the leaf's shape, or of others, which are replicated.
-      codecs: The codec of each array, or None.
-      local: The shape of a shard.
-      results: For each result the position of an array of its kind, or its codec and
-        its encoded shapes.
-      trip_count: Passed on, replicated.
-      random_bits: The random words of stochastic rounding, replicated.
-
-    Returns:
-      The results, whole.
+    It gets the leaves, the trip count, the shard's random words, and the offset in the
+    flattened leaf of its first value. A shard that is no range of the flattened leaf
+    has offset 0, and random words of its own. Arrays of other shapes than the leaf's
+    are replicated. `local` is the shape of a shard, `codecs` has the codec of each
+    array of a leaf, and `results` of each result its codec and an array of its kind.
     """
-    specs = tuple(
-        shards.spec_of(codec, x, local) for x, codec in zip(arrays, codecs, strict=True)
-    )
-    stored_as = [(codecs[x], arrays[x]) if isinstance(x, int) else x for x in results]
+    spec = lambda x, codec: shards.spec_of(codec, x, local)
+    result_codecs = [codec for codec, _ in results]
 
     def with_scales(
-        codec: Codec | None, x: PyTree[Array], reshape: Callable[[Array], Array]
-    ) -> PyTree[Array]:
+        leaf: Sequence[PyTree[Array]],
+        codecs: Sequence[Codec | None],
+        reshape: Callable[[Array], Array],
+    ) -> tuple[PyTree[Array], ...]:
         # Scales by rows are divided as the leaf is, and keep their shape.
-        if not isinstance(x, Quantized) or axis_of_blocks(codec) is not None:
-            return x
-        return x._replace(scales=reshape(x.scales))
+        return tuple(
+            x._replace(scales=reshape(x.scales))
+            if isinstance(x, Quantized) and axis_of_blocks(codec) is None
+            else x
+            for x, codec in zip(leaf, codecs, strict=True)
+        )
 
     def run(
-        arrays: tuple[PyTree[Array], ...],
+        leaves: tuple[tuple[PyTree[Array], ...], ...],
         scalars: tuple[Int[Array, ""] | None, PyTree[UInt32[Array, "2"]]],
-    ) -> tuple[PyTree[Array], ...]:
+    ) -> list[tuple[PyTree[Array], ...]]:
         sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
         for name in itertools.chain(*shards.axes):
             index = jax.lax.axis_index(name).astype(jnp.uint32)
@@ -229,31 +206,28 @@ def on_shards(
             start, part = part, number
         # A shard's scales are one vector, as on one device. Outside they may have a row
         # for each part, see `Shards.stored`.
-        arrays = tuple(
-            with_scales(codec, x, lambda scales: scales.reshape(-1))
-            for codec, x in zip(codecs, arrays, strict=True)
-        )
+        flat = lambda scales: scales.reshape(-1)
+        leaves = tuple(with_scales(leaf, codecs, flat) for leaf in leaves)
         trip_count, random_bits = scalars
         words = jax.tree.map(lambda x: x + part, random_bits)
-        new = function(arrays, trip_count, words, start)
+        new = function(leaves, trip_count, words, start)
         if not shards.has_rows:
-            return tuple(new)
-        return tuple(
-            with_scales(codec, x, lambda scales: scales[None])
-            for (codec, _), x in zip(stored_as, new, strict=True)
-        )
+            return [*new]
+        row = lambda scales: scales[None]
+        return [with_scales(leaf, result_codecs, row) for leaf in new]
 
     return jax.shard_map(
         run,
         mesh=shards.current_mesh,
-        in_specs=(specs, PartitionSpec()),
-        out_specs=tuple(
-            shards.spec_of(codec, like, local) for codec, like in stored_as
+        in_specs=(
+            tuple(tuple(map(spec, leaf, codecs)) for leaf in leaves),
+            PartitionSpec(),
         ),
+        out_specs=[tuple(spec(x, codec) for codec, x in results)] * len(leaves),
         # With the check, replicated values, such as a step's number, must be cast
         # before they meet a shard's values (jax 0.12.0.1).
         check_vma=False,
-    )(arrays, (trip_count, random_bits))
+    )(leaves, (trip_count, random_bits))
 
 
 def constrained(x: Array, shards: Shards | None) -> Array:

@@ -32,7 +32,7 @@ from paged_optax.backend.platforms import (
     GPU_HAS_STREAMS_BY_DIRECTION,
 )
 from paged_optax.codecs import axis_of_blocks, codes_per_word
-from paged_optax.engine.gpu_pages import FEWEST, in_rows
+from paged_optax.engine.page_cuts import FEWEST, in_rows, in_tiles
 from paged_optax.engine.pages import (
     LARGEST_PAGE,
     LEAST_PAGE,
@@ -43,7 +43,6 @@ from paged_optax.engine.pages import (
     joined_along,
     single,
 )
-from paged_optax.engine.tpu_pages import in_tiles
 
 # Most small leaves that share a page, and bytes of the largest leaf that shares one.
 _MOST_LEAVES = 32
@@ -84,17 +83,11 @@ _WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Pages of one leaf on each kind of backend.
-
-    Attributes:
-      gpu: On a GPU.
-      tpu: On a TPU.
-      cpu: On a CPU, which has no link: leaves that share pages would only be copied.
-    """
+    """Pages of one leaf on each kind of backend."""
 
     gpu: Pages
     tpu: Pages
-    cpu: Pages
+    cpu: Pages  # without a link: leaves that share pages would only be copied
 
     def on(self, platform: str) -> Pages:
         """Returns the pages on `"gpu"` or `"tpu"`; a GPU's for `"cpu"`."""
@@ -122,19 +115,10 @@ def cut(
     Pages hold whole blocks and whole words of every moment. If the smallest such page
     exceeds `page_size`, it is the page. A page count that divides the leaf is
     preferred, down to half the size. A leaf has at least 16 pages, unless they would be
-    smaller than 1 MiB.
-
-    Args:
-      shape: The leaf's shape.
-      moments: The moments that share the leaf's pages.
-      page_size: Most bytes of one moment's page, as the transformation sees it. None:
-        chosen for each leaf, by latency on a GPU.
-      like_leaves: Number of leaves of this kind, this one included.
-      spare_bytes: Bytes of one moment's page for which the device has memory anyway.
-      isolate: True if leaves are isolated even if there is memory.
-
-    Returns:
-      The geometry.
+    smaller than 1 MiB. `page_size` counts bytes as the transformation sees them; None:
+    chosen for each leaf, by latency on a GPU. There are `like_leaves` of this kind. The
+    device has memory for `spare_bytes` of one moment's page anyway; with `isolate`
+    leaves are isolated nevertheless.
     """
     by_latency = page_size is None
     page_size = LARGEST_PAGE if page_size is None else page_size

@@ -1,19 +1,14 @@
 """Entry points of the engine: `stream` updates leaves, and `fill` makes a new leaf.
 
 A page is read from host memory, computed, and written back in place, inside one loop a
-leaf, or one for several leaves that share pages (`paged_optax.engine.loop`). Two
-choices make this exact and small on every compiler tested:
+leaf, or one for several leaves that share pages (`paged_optax.engine.loop`).
 
-- **The loop's variable is the index** if pages are serial. It counts rows, or the
-  smallest groups of rows that no page splits, and steps by a page: the slice's start
-  needs no arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address
-  from the induction variable alone and ignores arithmetic on it; with this form its
-  transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
-  of fewer rows is one more access at a fixed row.
-- **A leaf is isolated** (`paged_optax.engine.exchange`), so that leaves take memory one
-  at a time.
-
-This module is independent of Optax.
+The loop's variable is the index if pages are serial. It counts rows, or the smallest
+groups of rows that no page splits, and steps by a page: the slice's start needs no
+arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address from the
+induction variable alone and ignores arithmetic on it; with this form its transfer
+descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page of fewer
+rows is one more access at a fixed row.
 """
 
 import functools
@@ -28,9 +23,8 @@ from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
-from paged_optax.backend.types import varying
 from paged_optax.codecs import Codec
-from paged_optax.engine.loop import LeafProgram, Loop
+from paged_optax.engine.loop import LeafProgram, Loop, filled
 from paged_optax.engine.paged_array import PagedArray, Stored
 from paged_optax.engine.pages import Pages
 from paged_optax.engine.shards import Shards, on_shards
@@ -53,20 +47,14 @@ def stream(
 ) -> list[Arrays]:
     """Runs a program over leaves of one shape, page by page, in place.
 
-    Args:
-      leaves: For each leaf the program's arguments, in host or device memory, then any
-        further buffers to overwrite. Arrays of the leaf's shape are paged; others
-        (scalars) are shared by all leaves, and every page gets them whole.
-      trip_count: 1 to update the leaves; 0 to skip them, moving nothing. None always
-        updates.
-      random_bits: For each result the random words of stochastic rounding, or None.
-      leaf: The program, and the storage of a leaf's arrays.
-      geometry: The cut of a leaf, or of one shard of it.
-      shards: The division of a leaf over a mesh: each device pages its own shard.
+    A leaf has the program's arguments, in host or device memory, then any further
+    buffers to overwrite. Arrays of the leaf's shape are paged; others (scalars) are
+    shared by all leaves, and every page gets them whole. The new arrays of each leaf
+    are in the order of the results, each in the memory of the array it replaces.
 
-    Returns:
-      For each leaf the new arrays, in the order of the results, each in the memory
-      space of the array it replaces.
+    A `trip_count` of 0 skips the leaves, moving nothing; None always updates them.
+    `random_bits` has for each result the words of stochastic rounding, or None. Over a
+    mesh each device pages its own shard, and `geometry` is a shard's.
     """
     update = _stream_jitted
     if shards is not None:
@@ -141,30 +129,14 @@ def _stream_on_mesh(
     shards: Shards,
 ) -> list[Arrays]:
     """Updates the shards of leaves on every device."""
-    count, size = len(leaf.codecs), len(leaf.overwrites)
-    arrays = tuple(itertools.chain(*leaves))
-
-    def on_shard(arrays: Arrays, *remaining: PyTree[Array]) -> tuple[Stored, ...]:
-        parts = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
-        new = _stream(parts, *remaining, leaf=leaf, pages=pages)
-        return tuple(itertools.chain(*new))
-
-    new = on_shards(
-        on_shard,
-        shards,
-        arrays,
-        leaf.codecs * len(leaves),
-        pages.leaf,
-        [i + p for i in range(0, len(arrays), count) for p in leaf.overwrites],
-        trip_count,
-        random_bits,
-    )
-    return [new[i : i + size] for i in range(0, len(new), size)]
+    results = [(leaf.codecs[p], leaves[0][p]) for p in leaf.overwrites]
+    run = functools.partial(_stream, leaf=leaf, pages=pages)
+    scalars = trip_count, random_bits
+    return on_shards(run, shards, leaves, leaf.codecs, pages.leaf, results, *scalars)
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames="program geometry dtype codec host shards axes".split(),
+    jax.jit, static_argnames="program geometry dtype codec host shards axes".split()
 )
 def fill(
     arrays: tuple[Array, ...],
@@ -180,56 +152,33 @@ def fill(
 ) -> Stored:
     """Makes one leaf, page by page, so that it never exists on the device.
 
-    Args:
-      arrays: The program's arguments.
-      random_bits: The random words of stochastic rounding, or None.
-      program: The computation of a page; its only result is the leaf.
-      geometry: The cut of the leaf, or of one shard of it.
-      dtype: The leaf's dtype, as the program computes it.
-      codec: Its codec, or None.
-      host: True if it is allocated in host memory.
-      shards: The division of the leaf over a mesh: each device makes its own shard.
-      axes: The axes along which the leaf varies, within a `jax.shard_map`.
-
-    Returns:
-      The leaf.
+    The program's only result is the leaf, computed in `dtype`. Within a `jax.shard_map`
+    the leaf varies along `axes`. Over a mesh each device makes its own shard.
     """
 
     def run(
         pages: Pages,
-        arrays: tuple[Array, ...],
+        leaves: tuple[tuple[Array, ...]],
         trip_count: None,
         random_bits: UInt32[Array, "2"] | None,
         start: UInt32[Array, ""] | None,
-    ) -> tuple[Stored]:
+    ) -> list[Arrays]:
         stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
         if codec is not None:
             stored = codec.stored(pages.leaf)
-        inputs = [PagedArray.create(x, pages, None, on_host(x)) for x in arrays]
-        buffers = [(one.open(x),) for one, x in zip(inputs, arrays, strict=True)]
+        sources = [
+            (PagedArray.create(x, pages, None, on_host(x)), x) for x in leaves[0]
+        ]
         target = PagedArray.create(stored, pages, codec, host).staged()
-        every = [*inputs, target]
-        codecs = *[None] * len(inputs), codec
-        filled = LeafProgram(program, (len(arrays),), codecs)
-        loop = Loop(filled, pages, every, [random_bits], start)
-        empty = varying(target.empty(), axes)
-        ((new,),) = loop([*buffers, (empty,)], trip_count)
-        leaf = target.close(new)
-        return (jax.device_put(leaf, HOST) if host else leaf,)
+        leaf = filled(program, pages, sources, target, axes, random_bits, start)
+        return [(jax.device_put(leaf, HOST) if host else leaf,)]
 
     fill_pages = _by_backend(run, geometry)
     if shards is None:
-        return fill_pages(arrays, None, random_bits, None)[0]
+        return fill_pages((arrays,), None, random_bits, None)[0][0]
     local = geometry.gpu.leaf
     shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
-    like = jax.ShapeDtypeStruct(shape, dtype)
-    (leaf,) = on_shards(
-        fill_pages,
-        shards,
-        arrays,
-        [None] * len(arrays),
-        local,
-        [(codec, shards.stored(codec, shape) if codec else like)],
-        random_bits=random_bits,
-    )
-    return leaf
+    like = shards.stored(codec, shape) if codec else jax.ShapeDtypeStruct(shape, dtype)
+    codecs, results = (None,) * len(arrays), [(codec, like)]
+    on_mesh = fill_pages, shards, (arrays,), codecs, local, results
+    return on_shards(*on_mesh, random_bits=random_bits)[0][0]

@@ -53,22 +53,14 @@ def in_layout(page: Array, order: tuple[int, ...]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class StackPage:
-    """A part of an array's first axis, such as a layer of a stack.
+    """A part of an array's first axis, such as a layer of a stack."""
 
-    Attributes:
-      number: Its number, among parts of this size.
-      size: Its entries along the axis.
-      on_host: True if the array is in host memory.
-      pieces: Number of pieces in which a GPU moves it; 1: no loop.
-      shards: The division of the array. Each device moves pieces of its own shard: an
-        axis that is divided cannot be joined with the first one, and XLA would gather
-        the array in host memory.
-    """
-
-    number: Index | int
-    size: int
+    number: Index | int  # among parts of this size
+    size: int  # entries along the axis
     on_host: bool
-    pieces: int
+    pieces: int  # in which a GPU moves it; 1: no loop
+    # Each device moves pieces of its own shard: an axis that is divided cannot be
+    # joined with the first one, and XLA would gather the array in host memory.
     shards: Shards | None = None
 
     @classmethod

@@ -5,19 +5,17 @@ the prologue does not read, such as an output matrix, has its gradient before th
 have theirs. A chunk of its moments then travels with each layer's.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.custom_derivatives import CustomVJPPrimal
-from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant
+from paged_optax.analysis.program import Constant, used_values
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.types import on_one_device, shape_dtype
+from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.forward import ModelFunctions, Rest, is_inexact
 from paged_optax.layerwise.layered_state import LayeredState
@@ -30,9 +28,13 @@ def learned(
     model: ModelFunctions, weights: Weights, rest: Rest, batch: PyTree
 ) -> Learned:
     """Finds the leaves of the layers' input and of the context that have gradients."""
-    entering, (x, context) = _entering(model, rest, batch)
+    prologue, shapes = jax.make_jaxpr(model.run_prologue, return_shape=True)(
+        rest, batch
+    )
+    x, context = shapes
     every = [is_inexact(leaf) for leaf in jax.tree.leaves(x)]
-    seen = entering[len(every) :]
+    entering = _learned_results(Flat(prologue), range(len(jax.tree.leaves(rest))))
+    marks, seen = entering[: len(every)], entering[len(every) :]
     if sum(every) < 2:
         return Learned(every, seen)
 
@@ -42,47 +44,23 @@ def learned(
 
     flat = Flat(jax.make_jaxpr(layer)(weights.stacks, x, context))
     first = len(weights.stacks)
-    marks = entering[: len(every)]
     while True:
         inputs = [n for n, flag in enumerate((*marks, *seen), first) if flag]
-        dependent = flat.dependents([*range(first), *inputs])
-        outputs = [
-            old or (inexact and not isinstance(new, Constant) and new in dependent)
-            for old, inexact, new in zip(marks, every, flat.outputs, strict=True)
-        ]
+        outputs = _learned_results(flat, [*range(first), *inputs])
+        outputs = [old or new for old, new in zip(marks, outputs, strict=True)]
         if outputs == marks:
             return Learned(marks, seen)
         marks = outputs
 
 
-def _entering(
-    model: ModelFunctions, rest: Rest, batch: PyTree
-) -> tuple[list[bool], tuple[PyTree, PyTree]]:
-    """Finds the leaves of the prologue's output with gradients, and all shapes."""
-    perturbed: list[bool] = []
-    shapes: list[tuple[PyTree, PyTree]] = []
-
-    def watched(index: int, x: ArrayLike) -> ArrayLike:
-        @jax.custom_vjp
-        def watch(x: ArrayLike) -> ArrayLike:
-            return x
-
-        def forward(x: CustomVJPPrimal) -> tuple[ArrayLike, None]:
-            perturbed[index] = x.perturbed
-            return x.value, None
-
-        watch.defvjp(forward, lambda _, dx: (dx,), symbolic_zeros=True)
-        return watch(x)
-
-    def run(rest: Rest) -> list[ArrayLike]:
-        returned = model.run_prologue(rest, batch)
-        shapes.append(jax.tree.map(shape_dtype, returned))
-        leaves = jax.tree.leaves(returned)
-        perturbed.extend([False] * len(leaves))
-        return [watched(i, x) for i, x in enumerate(leaves) if is_inexact(x)]
-
-    jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
-    return perturbed, shapes[0]
+def _learned_results(flat: Flat, values: Iterable[int]) -> list[bool]:
+    """Marks the results that have gradients by these values."""
+    reached = set(values)
+    for eqn in flat.eqns:
+        stops = eqn.primitive.name == "stop_gradient"
+        if not stops and not reached.isdisjoint(eqn.numbers):
+            reached.update(x for x in eqn.outputs if is_inexact(flat.avals[x]))
+    return [not isinstance(x, Constant) and x in reached for x in flat.outputs]
 
 
 def used(
@@ -90,11 +68,10 @@ def used(
 ) -> Mapping[Hashable, PyTree[bool]]:
     """Marks the leaves of `rest` that a function's results depend on."""
     flat = Flat(jax.make_jaxpr(function)(rest, *others))
-    outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
     leaves, structure = jax.tree.flatten(rest)
-    return structure.unflatten(
-        [not outputs.isdisjoint(flat.dependents([n])) for n in range(len(leaves))]
-    )
+    read = {x for n in flat.needed(flat.outputs) for x in flat.eqns[n].numbers}
+    read.update(used_values(flat.outputs))
+    return structure.unflatten([n in read for n in range(len(leaves))])
 
 
 # Rows of a chunk are a multiple of this: whole tiles of a TPU, also of four-code words.

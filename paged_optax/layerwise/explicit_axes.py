@@ -7,8 +7,8 @@ runs on the explicit axes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,27 +49,25 @@ def on_explicit_axes(
     if not any(map(is_explicit, current().shardings.values())):
         return model
     fixed = model.frozen
-    types = _InputTypes(
-        _typed(partition.rest),
-        _typed(partition.layers, 1),
-        _typed(batch, int(several)),
-        _typed(fixed and fixed.rest),
-        _typed(fixed and fixed.layers, 1),
-    )
-    meshes = (x.sharding.mesh for x in jax.tree.leaves(types) if x.sharding)
-    mesh = next(meshes, None)
+    args = [(partition.rest, 0), (partition.layers, 1), (batch, int(several))]
+    args += [(fixed and fixed.rest, 0), (fixed and fixed.layers, 1)]
+    shardings = [sharding_in_type(x) for x in jax.tree.leaves([x for x, _ in args])]
+    mesh = next((x.mesh for x in shardings if is_explicit(x)), None)
     if mesh is None or AxisType.Manual in mesh.axis_types:
         return model
+    types = lambda mesh: [
+        jax.tree.map(functools.partial(_typed, mesh, stacked), tree)
+        for tree, stacked in args
+    ]
     length = stack_length(partition.layers)
     try:
-        _traced(model, jax.tree.map(_on(None), types), length)
+        _traced(model, length, *types(None))
         return model
     except Exception as error:  # JAX has no class of its own for it
         failed = error
-    types = jax.tree.map(_on(mesh), types)
     try:
         with jax.sharding.use_abstract_mesh(mesh):
-            return _on_axes(model, mesh, types, _traced(model, types, length))
+            return _on_axes(model, mesh, length, *types(mesh))
     except Exception as error:
         # JAX refuses `out_sharding=` on automatic axes (0.10.2 and 0.12.0.1). Otherwise
         # the first error is the model's own.
@@ -77,27 +75,21 @@ def on_explicit_axes(
         raise error if of_axes else failed from None
 
 
-class _InputTypes(NamedTuple):
-    """Types of the model's arguments, of one layer and one micro-batch."""
+def _traced(
+    model: ModelFunctions,
+    length: int,
+    rest: PyTree,
+    weights: PyTree,
+    batch: PyTree,
+    fixed_rest: PyTree,
+    fixed: PyTree,
+) -> list[list[PartitionSpec]]:
+    """Traces the model's functions and their gradients, on the current axes.
 
-    rest: PyTree[jax.ShapeDtypeStruct]
-    weights: PyTree[jax.ShapeDtypeStruct]
-    batch: PyTree[jax.ShapeDtypeStruct]
-    fixed_rest: PyTree[jax.ShapeDtypeStruct]
-    fixed: PyTree[jax.ShapeDtypeStruct]
-
-
-class _OutputSpecs(NamedTuple):
-    """Shardings of the activations between prologue, layers and epilogue."""
-
-    x: list[PartitionSpec]
-    context: list[PartitionSpec]
-    kept: list[PartitionSpec]
-
-
-def _traced(model: ModelFunctions, types: _InputTypes, length: int) -> _OutputSpecs:
-    """Traces the model's functions and their gradients, on the current axes."""
-    specs: list[_OutputSpecs] = []
+    Returns:
+      The shardings of a layer's output, of the context, and of the kept outputs.
+    """
+    specs: list[list[PartitionSpec]] = []
 
     def total(trained: tuple[PyTree, PyTree], remaining: tuple[PyTree, ...]) -> Array:
         (rest, weights), (batch, fixed_rest, fixed) = trained, remaining
@@ -112,7 +104,7 @@ def _traced(model: ModelFunctions, types: _InputTypes, length: int) -> _OutputSp
             output, kept = run(output)
         stack = lambda x: jnp.broadcast_to(x, (length, *x.shape))
         kept = jax.tree.map(stack, kept)
-        specs.append(_OutputSpecs(*map(_specs, (output, context, kept))))
+        specs.extend(map(_specs, (output, context, kept)))
         loss, _ = loss_and_metrics(one.run_epilogue(rest, output, kept, batch))
         return jnp.asarray(loss.total if isinstance(loss, WeightedLoss) else loss)
 
@@ -120,13 +112,12 @@ def _traced(model: ModelFunctions, types: _InputTypes, length: int) -> _OutputSp
         value, pull = jax.vjp(lambda trained: total(trained, remaining), trained)
         return pull(value)
 
-    rest, weights, *remaining = types
-    jax.eval_shape(grads, (rest, weights), tuple(remaining))
-    return specs[0]
+    jax.eval_shape(grads, (rest, weights), (batch, fixed_rest, fixed))
+    return specs
 
 
 def _on_axes(
-    model: ModelFunctions, mesh: AbstractMesh, types: _InputTypes, specs: _OutputSpecs
+    model: ModelFunctions, mesh: AbstractMesh, length: int, *types: PyTree
 ) -> ModelFunctions:
     """The model for callers on automatic axes, with its functions on explicit axes."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -145,45 +136,28 @@ def _on_axes(
 
         return run
 
+    x, context, kept = _traced(model, length, *types)
     rest, weights, batch, fixed_rest, fixed = map(_specs, types)
     return dataclasses.replace(
         model,
         prologue=on(model.prologue, rest, fixed_rest, batch),
-        layer=on(
-            model.layer, weights, fixed, specs.x, specs.context, [PartitionSpec()]
-        ),
-        epilogue=on(model.epilogue, rest, fixed_rest, specs.x, specs.kept, batch),
+        layer=on(model.layer, weights, fixed, x, context, [PartitionSpec()]),
+        epilogue=on(model.epilogue, rest, fixed_rest, x, kept, batch),
     )
 
 
-def _typed(tree: PyTree[Array], stacked: int = 0) -> PyTree[jax.ShapeDtypeStruct]:
-    """The explicit types of arguments, without `stacked` leading axes."""
+def _typed(mesh: AbstractMesh | None, stacked: int, x: Array) -> jax.ShapeDtypeStruct:
+    """The type of an argument, without `stacked` leading axes.
 
-    def typed(x: Array) -> jax.ShapeDtypeStruct:
-        kind, sharding = jax.typeof(x), sharding_in_type(x)
-        spec = PartitionSpec(*sharding.spec[stacked:])
-        return jax.ShapeDtypeStruct(
-            kind.shape[stacked:],
-            kind.dtype,
-            sharding=NamedSharding(sharding.mesh, spec)
-            if is_explicit(sharding)
-            else None,
-            weak_type=kind.weak_type,
-        )
-
-    return jax.tree.map(typed, tree)
-
-
-def _on(
-    mesh: AbstractMesh | None,
-) -> Callable[[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
-    """Places a type on a mesh of explicit axes; None removes its sharding."""
-    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return lambda x: jax.ShapeDtypeStruct(
-        x.shape,
-        x.dtype,
-        sharding=replicated and (x.sharding or replicated),
-        weak_type=x.weak_type,
+    On a mesh of explicit axes it has its sharding, and otherwise none.
+    """
+    kind, sharding = jax.typeof(x), sharding_in_type(x)
+    spec = PartitionSpec(*sharding.spec[stacked:] if is_explicit(sharding) else ())
+    return jax.ShapeDtypeStruct(
+        kind.shape[stacked:],
+        kind.dtype,
+        sharding=mesh and NamedSharding(mesh, spec),
+        weak_type=kind.weak_type,
     )
 
 

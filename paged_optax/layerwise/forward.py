@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, PyTree
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
+from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.residuals import Learned, Saved
 from paged_optax.layerwise.slices import (
     LayerIndex,
@@ -22,8 +23,6 @@ from paged_optax.layerwise.slices import (
 )
 from paged_optax.layerwise.weights import (
     Dependency,
-    Frozen,
-    LayerSlices,
     Prefetched,
     Weights,
     fetch_after,
@@ -39,7 +38,7 @@ Merge = Callable[[Sequence[Array]], PyTree]
 
 #: `run(i, slices, x)` returns layer i's output, its kept outputs, and its residuals.
 RunLayer = Callable[
-    [LayerIndex, LayerSlices, PyTree], tuple[PyTree, PyTree, list[Array]]
+    [LayerIndex, list[Array], PyTree], tuple[PyTree, PyTree, list[Array]]
 ]
 
 
@@ -58,24 +57,7 @@ class Activations(NamedTuple):
     kept: PyTree[Array]
     residuals: list[Array]
 
-    @classmethod
-    def before(
-        cls,
-        x: PyTree[Array],
-        kept: PyTree[jax.ShapeDtypeStruct],
-        residuals: list[jax.ShapeDtypeStruct],
-        length: int,
-        on_host: bool,
-    ) -> "Activations":
-        """The activations before the first layer."""
-        # Empty: each layer writes its slice before anything reads it.
-        empty = lambda x: lax.empty((length, *x.shape), x.dtype)
-        inputs = jax.tree.map(empty, x)
-        if on_host:
-            inputs = jax.device_put(inputs, HOST)
-        return cls(x, inputs, *jax.tree.map(empty, (kept, residuals)))
-
-    def after(self, i: LayerIndex, slices: LayerSlices, run: RunLayer) -> "Activations":
+    def after(self, i: LayerIndex, slices: list[Array], run: RunLayer) -> "Activations":
         """Runs layer i."""
         store = lambda to, x: write_slice(to, x[None], i)
         inputs = jax.tree.map(store, self.inputs, self.x)
@@ -89,6 +71,10 @@ class Activations(NamedTuple):
 _ForwardCarry = tuple[Activations, list[Array], Prefetched]
 
 
+#: The results of a forward pass: the activations, the context, and the stacks.
+Forward = tuple[Activations, PyTree, list[Array]]
+
+
 class ForwardStart(NamedTuple):
     """The prologue's results, and what the last traced layer saves."""
 
@@ -97,28 +83,18 @@ class ForwardStart(NamedTuple):
     run: RunLayer
     saved: list[Saved]
 
-    def results(self, activations: Activations, stacks: list[Array]) -> "Forward":
+    def results(self, activations: Activations, stacks: list[Array]) -> Forward:
         """Returns the results of a forward pass that ran all layers."""
         x, residuals = activations.inputs, activations.residuals
         for saved in self.saved:
             x = dataclasses.replace(saved, x=x, residuals=residuals)
-        return Forward(activations._replace(inputs=x), self.context, stacks)
-
-
-class Forward(NamedTuple):
-    """The results of a forward pass."""
-
-    activations: Activations
-    context: PyTree
-    stacks: list[Array]
+        return activations._replace(inputs=x), self.context, stacks
 
 
 class EpilogueGradients(NamedTuple):
     """The loss of one micro-batch, its metrics, and its gradients.
 
     Attributes:
-      loss: The loss.
-      metrics: The epilogue's metrics, or None.
       by_rest: The gradients of the parameters outside the layers.
       by_output: The gradients by the last layer's floating-point output.
       by_kept: The gradients by the floating-point kept outputs.
@@ -149,9 +125,6 @@ class ModelFunctions:
     """The model's three functions.
 
     Attributes:
-      prologue: See `LayerwiseModel`.
-      layer: See `LayerwiseModel`.
-      epilogue: See `LayerwiseModel`.
       activations_on_host: If true, the layers' inputs are in host memory.
       frozen: The frozen parameters. If None, the functions do not take any.
       saves: The leaves whose gradients the forward pass saves residuals for; None saves
@@ -162,7 +135,7 @@ class ModelFunctions:
     layer: Callable[..., PyTree]
     epilogue: Callable[..., PyTree]
     activations_on_host: bool
-    frozen: Frozen | None = None
+    frozen: Partition | None = None
     saves: Learned | None = None
 
     def _all(self, rest: Rest) -> tuple[Rest, ...]:
@@ -218,7 +191,7 @@ class ModelFunctions:
         saved = list[Saved]()
 
         def layer(
-            i: LayerIndex, slices: LayerSlices, x: PyTree, context: PyTree
+            i: LayerIndex, slices: list[Array], x: PyTree, context: PyTree
         ) -> tuple[PyTree, PyTree, list[Array]]:
             if self.saves is None:
                 return *self.run_layer(*weights.of(slices), x, context, i), []
@@ -228,16 +201,19 @@ class ModelFunctions:
             return *results, saved[0].residuals
 
         run = lambda i, slices, x: item(lambda x, c: layer(i, slices, x, c), x, context)
-        shapes = jax.eval_shape(
+        output, kept, residuals = jax.eval_shape(
             lambda stacks, x: run(jnp.int32(0), weights.slices(stacks, 0), x),
             weights.stacks,
             x,
         )
-        output, kept, residuals = shapes
         check_same_input(x, output)
-        on_host = self.activations_on_host
-        length = weights.length
-        activations = Activations.before(x, kept, residuals, length, on_host)
+        # Empty: each layer writes its slice before anything reads it.
+        empty = lambda x: lax.empty((weights.length, *x.shape), x.dtype)
+        inputs = jax.tree.map(empty, x)
+        if self.activations_on_host:
+            inputs = jax.device_put(inputs, HOST)
+        kept, residuals = jax.tree.map(empty, (kept, residuals))
+        activations = Activations(x, inputs, kept, residuals)
         return ForwardStart(activations, context, run, saved)
 
     def forward(self, weights: Weights, start: ForwardStart) -> Forward:
@@ -247,10 +223,11 @@ class ModelFunctions:
             i: LayerIndex, next_item: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
             activations, stacks, prefetched = carry
-            slices, frozen = weights.slices(stacks, i, prefetched, vectors)
-            stacks, slices = written_back(stacks, slices, i)
+            slices = weights.slices(stacks, i, prefetched, vectors)
+            count = len(stacks)
+            stacks, slices[:count] = written_back(stacks, slices[:count], i)
             prefetched = weights.prefetch(stacks, next_item)
-            activations = activations.after(i, (slices, frozen), start.run)
+            activations = activations.after(i, slices, start.run)
             return activations, stacks, prefetched
 
         vectors = weights.vectors(weights.stacks)
@@ -275,15 +252,8 @@ class ModelFunctions:
     ) -> EpilogueGradients:
         """Computes the loss of one micro-batch, its metrics, and its gradients.
 
-        Args:
-          rest: The parameters outside the layers.
-          x: The last layer's output.
-          kept: The layers' kept outputs.
-          batch: The micro-batch.
-          dtype: The dtype of the loss's weight.
-          before: The weight of the preceding micro-batches. The gradients are then
-            divided by the weight so far; None leaves them undivided.
-          last: If true, no micro-batch follows.
+        The loss's weight has dtype `dtype`. The gradients are divided by the weight of
+        this and the preceding micro-batches, `before`, or by nothing if that is None.
         """
         inputs, merge_x = _inexact(x)
         floats, merge_kept = _inexact(kept)

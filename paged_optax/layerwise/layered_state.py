@@ -1,8 +1,7 @@
 """The leaves of parameters and state, and the order of their updates."""
 
-import itertools
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +17,62 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
 from paged_optax.layerwise.parameters import Partition, stack_length
-from paged_optax.layerwise.segments import Group, grouped
 from paged_optax.layerwise.slices import LayerIndex, is_sliced, write_slice
 from paged_optax.transform.trees import parameter_of
 
 Value = TypeVar("Value")
+
+
+# More groups hold fewer bytes on the device. With four, a group is about one large
+# matrix of a transformer's layer.
+_GROUPS = 4
+
+
+class Group(NamedTuple):
+    """Leaves of a layer with a common update.
+
+    Attributes:
+      positions: Their positions among the layer's leaves.
+      slot_positions: The positions of their moments among the state's stacks.
+    """
+
+    positions: tuple[int, ...]
+    slot_positions: tuple[int, ...]
+
+
+def group_leaves(
+    travel: Mapping[int, int],
+    param_indices: Sequence[int] = (),
+    maximum: int | None = None,
+) -> list[Group]:
+    """Divides a layer's leaves into groups of about equal travel.
+
+    Args:
+      travel: The bytes of each leaf that travel, by its position.
+      param_indices: For each of the state's stacks, the position of its leaf.
+      maximum: The largest number of groups; None uses the default.
+
+    Returns:
+      The groups.
+    """
+    count = min(maximum or _GROUPS, sum(map(bool, travel.values())))
+    groups: list[list[int]] = [[] for _ in range(max(1, count))]
+    sizes = [0] * len(groups)
+    for size, index in sorted(((x, n) for n, x in travel.items()), reverse=True):
+        minimum = sizes.index(min(sizes))
+        groups[minimum].append(index)
+        sizes[minimum] += size
+    # The smallest comes first. It is fetched during the last segment, where XLA:GPU
+    # starts transfers late (jax 0.12.0.1).
+    return [
+        Group(
+            tuple(sorted(group)),
+            tuple(
+                n for n, param_index in enumerate(param_indices) if param_index in group
+            ),
+        )
+        for _, group in sorted(zip(sizes, groups, strict=True))
+    ]
 
 
 class LayeredState:
@@ -34,17 +84,21 @@ class LayeredState:
       chunked: The numbers of the parameters outside the layers that are updated in
         chunks, one chunk with each layer.
       params: All parameters.
+      gradients: The shapes of their gradients.
       sliced: For each parameter, true if it is updated in slices or chunks.
       numbers: The numbers of the layers' parameters, then of the chunked ones. A leaf's
         position is its index in this list.
+      shards: The division of each parameter, or None if it is not known.
+      moment_shards: The division of each parameter's moments.
       state_structure: The structure of the state.
       state_paths: The paths of the state.
       state: Its leaves.
       param_indices: For each leaf of the state, the number of its parameter, or None.
-      stacked: For each leaf of the state, true if it is updated in slices or chunks.
-      slots: The leaves of the state that are.
-      shards: The division of each parameter, or None if it is not known.
-      moment_shards: The division of each parameter's moments.
+      shared: The leaves that all layers share, such as counts, by number.
+      slot_numbers: The numbers of the leaves of the state that are updated in slices or
+        chunks.
+      slots: These leaves.
+      slot_params: For each of `slots`, the number of its parameter.
       slot_shards: The division of each of `slots`.
     """
 
@@ -53,52 +107,57 @@ class LayeredState:
         params: PyTree[Array],
         partition: Partition,
         state: PyTree[Array],
+        gradients: PyTree[Array],
         shards: tuple[Sequence[Shards | None], Sequence[Shards | None]],
         chunked: Sequence[int] = (),
     ):
+        self._args = params, partition, state, gradients, shards
         self.partition, self.chunked = partition, tuple(chunked)
         self.shards, self.moment_shards = shards
         self.length = stack_length(partition.layers)
-        flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
-        paths = [path for path, _ in flat]
-        self.params: list[Array] = [x for _, x in flat]
-        self.sliced = [
-            n in chunked or (inner and is_sliced(x))
-            for n, (inner, x) in enumerate(
-                zip(partition.in_layers, self.params, strict=True)
+        paths, self.params = _leaves_by_path(params)
+        others = [x.dtype for x in partition.others(partition.rest)]
+        dtypes = [x.dtype for x in jax.tree.leaves(gradients)]
+        self.gradients = [
+            jax.ShapeDtypeStruct(x.shape, dtype)
+            for x, dtype in zip(
+                self.params, partition.combine(dtypes, others), strict=True
             )
+        ]
+        inner = zip(partition.in_layers, self.params, strict=True)
+        self.sliced = [
+            n in chunked or (flag and is_sliced(x)) for n, (flag, x) in enumerate(inner)
         ]
         self.numbers = [n for n, inner in enumerate(partition.in_layers) if inner]
         self.numbers += self.chunked
-        self._like = state
         self.state_structure = jax.tree.structure(state, is_leaf=is_stored)
-        flat, _ = jax.tree_util.tree_flatten_with_path(
-            as_pure(state), is_leaf=is_stored
-        )
-        self.state_paths: list[KeyPath] = [path for path, _ in flat]
-        self._stored = [x for _, x in flat]
+        self.state_paths, self._stored = _leaves_by_path(state)
         self.state: list[Stored] = [
             x.stack if isinstance(x, SomeLayers) else x for x in self._stored
         ]
         self.param_indices = parameter_of(self.state_paths, paths)
-        self.stacked = [
-            param_index is not None
-            and self.sliced[param_index]
-            and bool(jax.tree.leaves(x)[0].ndim)
-            for x, param_index in zip(self.state, self.param_indices, strict=True)
+        moments = [
+            (k, x, n)
+            for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
+            if n is not None and self.sliced[n] and jax.tree.leaves(x)[0].ndim
         ]
+        self.shared = {
+            k: x
+            for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
+            if n is None or not jax.tree.leaves(x)[0].ndim
+        }
+        self.slot_numbers = [k for k, _, _ in moments]
         # Scales stay on the device: on a TPU a slice of a vector is no whole tile.
-        self.slots = [
-            _scales_to(x, host=False)
-            for x, stacked in zip(self.state, self.stacked, strict=True)
-            if stacked
-        ]
-        param_indices = itertools.compress(self.param_indices, self.stacked)
-        self.slot_shards = list(map(self._slot_shards, self.slots, param_indices))
+        self.slots = [_scales_to(x, host=False) for _, x, _ in moments]
+        self.slot_params = [n for _, _, n in moments]
+        self.slot_shards = list(map(self._slot_shards, self.slots, self.slot_params))
 
-    def _slot_shards(self, x: Stored, param_index: int | None) -> Shards | None:
-        shards = None if param_index is None else self.moment_shards[param_index]
-        shape = jax.tree.leaves(x)[0].shape
+    def in_chunks(self, numbers: Sequence[int]) -> "LayeredState":
+        """The same leaves, with these parameters updated in chunks."""
+        return LayeredState(*self._args, numbers)
+
+    def _slot_shards(self, x: Stored, param_index: int) -> Shards | None:
+        shards, shape = self.moment_shards[param_index], jax.tree.leaves(x)[0].shape
         if shards is None or len(shape) != len(shards.axes):
             return None  # such as factors
         axes = zip(shape, shards.divisions, strict=True)
@@ -106,26 +165,12 @@ class LayeredState:
 
     def grouped(self, maximum: int | None = None) -> list[Group]:
         """Groups the leaves that are updated in slices, with about equal transfers."""
-        by_number = {number: position for position, number in enumerate(self.numbers)}
-        indices = [by_number[n] for n in self.numbers if self.sliced[n]]
-        param_indices = [
-            by_number[param_index]
-            for param_index, stacked in zip(
-                self.param_indices, self.stacked, strict=True
-            )
-            if stacked and param_index is not None
-        ]
-        weights = [(by_number[n], self.params[n]) for n in self.numbers]
-        moving = [*zip(param_indices, self.slots, strict=True), *weights]
-        travel = [
-            sum(
-                nbytes(x)
-                for param_index, x in moving
-                if param_index == position and on_host(x)
-            )
-            for position in indices
-        ]
-        return grouped(indices, param_indices, travel, maximum)
+        positions = {number: position for position, number in enumerate(self.numbers)}
+        travel = {positions[n]: 0 for n in self.numbers if self.sliced[n]}
+        moving = [(n, self.params[n]) for n in self.numbers if self.sliced[n]]
+        for n, x in [*moving, *zip(self.slot_params, self.slots, strict=True)]:
+            travel[positions[n]] += nbytes(x) if on_host(x) else 0
+        return group_leaves(travel, [positions[n] for n in self.slot_params], maximum)
 
     def of_layers(self, values: Sequence[Value]) -> list[Value]:
         """Selects the layers' values from one value for each parameter."""
@@ -151,28 +196,27 @@ class LayeredState:
 
     def check_same_stacks(self) -> None:
         """Raises if moments of layers cannot be sliced like their parameters."""
-        for path, x, param_index, stacked in zip(
-            self.state_paths, self.state, self.param_indices, self.stacked, strict=True
-        ):
-            if stacked and param_index is not None and param_index not in self.chunked:
-                _check_same_stack(path, x, self.params[param_index])
+        for k, n in zip(self.slot_numbers, self.slot_params, strict=True):
+            _check_same_stack(self.state_paths[k], self.state[k], self.params[n])
 
     def new_state(
         self, slots: Sequence[Stored], leaves: Sequence[Stored | None]
     ) -> PyTree:
         """Builds the new state."""
-        stacks = iter(slots)
-        new = [
-            unflatten_like(old, _scales_to(next(stacks), host=on_host(old)))
-            if stacked
-            else x
-            for old, x, stacked in zip(self.state, leaves, self.stacked, strict=True)
-        ]
+        new = list(leaves)
+        for k, x in zip(self.slot_numbers, slots, strict=True):
+            old = self.state[k]
+            new[k] = unflatten_like(old, _scales_to(x, host=on_host(old)))
         new = [
             SomeLayers(x, old.present) if isinstance(old, SomeLayers) else x
             for old, x in zip(self._stored, new, strict=True)
         ]
-        return unflatten_like(self._like, new)
+        return unflatten_like(self._args[2], new)
+
+
+def _leaves_by_path(tree: PyTree) -> tuple[list[KeyPath], list[Any]]:
+    flat = jax.tree_util.tree_flatten_with_path(as_pure(tree), is_leaf=is_stored)[0]
+    return [path for path, _ in flat], [x for _, x in flat]
 
 
 def store_small(

@@ -1,7 +1,7 @@
 """Partitions parameters into stacked layers and the rest."""
 
 import dataclasses
-import re
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -22,8 +22,8 @@ from paged_optax.backend.memory import (
     on_host,
     typed_by_memory,
 )
-from paged_optax.backend.text import keystr, parse_bytes, path_name
-from paged_optax.backend.types import PyTreeDef, is_committed
+from paged_optax.backend.text import keystr, parse_bytes
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef, is_committed
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.slices import is_sliced
@@ -39,18 +39,13 @@ class Partition:
     """A model's parameters, partitioned into layers and the rest.
 
     Attributes:
-      key: The key of the layers' parameters.
-      layers: The layers' parameters, stacked.
       rest: The other parameters, by name.
-      names: The mapping's keys, in the order of its leaves.
-      structure: The structure of all parameters.
       in_layers: For each parameter, true if it belongs to the layers.
     """
 
     key: str
     layers: PyTree
     rest: dict[Hashable, PyTree]
-    names: tuple[Hashable, ...]
     structure: PyTreeDef
     in_layers: tuple[bool, ...]
 
@@ -70,22 +65,43 @@ class Partition:
                 f" parameters stacked on a leading axis under the key {key!r}."
                 " layerwise_step(..., layers=...) takes another key."
             )
-        names = tuple(children)
         in_layers = tuple(
-            name == key for name in names for _ in jax.tree.leaves(children[name])
+            name == key for name, x in children.items() for _ in jax.tree.leaves(x)
         )
         layers = children.pop(key)
         structure = jax.tree.structure(params)
-        return cls(key, layers, children, names, structure, in_layers)
+        return cls(key, layers, children, structure, in_layers)
+
+    @classmethod
+    def of_frozen(cls, frozen: PyTree, key: str, length: int) -> "Partition":
+        """Partitions parameters that are not trained; layers may have none.
+
+        Raises:
+          TypeError: If they are no mapping of arrays.
+          ValueError: If the number of layers differs.
+        """
+        children = by_name(frozen)
+        if children is None:
+            raise TypeError(
+                f"frozen is of type {type(frozen).__name__}: pass a dict or another"
+                " mapping that JAX knows as a pytree, with what is frozen of the layers"
+                f" stacked on a leading axis under the key {key!r}."
+            )
+        layers, name = children.setdefault(key, None), f"frozen[{key!r}]"
+        check_arrays(name, layers)
+        for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
+            if x.shape[:1] != (length,):
+                raise ValueError(
+                    f"{name}{keystr(path)} has shape {x.shape}, and params[{key!r}] has"
+                    f" {length} layers: stack what is frozen of them on a leading axis"
+                    f" of {length}. What all layers share goes into frozen beside"
+                    f" {key!r}, and to the layers as the prologue's context."
+                )
+        return cls.create(children, key)
 
     def others(self, rest: Mapping[Hashable, PyTree[Array]]) -> list[Array]:
         """Flattens a tree like `rest`, in the order of all parameters."""
-        return [
-            x
-            for name in self.names
-            if name != self.key
-            for x in jax.tree.leaves(rest[name])
-        ]
+        return [x for name in self.rest for x in jax.tree.leaves(rest[name])]
 
     def combine(self, layers: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Merges the layers' and the other values, in the order of all parameters."""
@@ -121,7 +137,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
       The layers, with the larger leaves in host memory.
 
     Raises:
-      ValueError: If layers are not stacked.
+      ValueError: If the layers' stacks have different lengths.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -131,7 +147,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     """
     smallest = parse_bytes("min_size", min_size)
     check_arrays("layers", layers)
-    check_stacked(layers)
+    stack_length(layers)
 
     def place(x: Shaped) -> Array | jax.ShapeDtypeStruct:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
@@ -165,7 +181,6 @@ def from_numpy(params: PyTree) -> PyTree:
 
 def stack_length(layers: PyTree) -> int:
     """Returns the number of layers: the length of every leaf's leading axis."""
-    check_stacked(layers)
     lengths: dict[int, str] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
         name = f"layers{keystr(path)}"
@@ -178,41 +193,10 @@ def stack_length(layers: PyTree) -> int:
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"layers of lengths {lengths}: stack all layers' parameters on the leading"
-            " axis of every leaf."
+            " axis of every leaf, as jax.tree.map(lambda *x: jnp.stack(x), *layers)"
+            " does with a list."
         )
     return next(iter(lengths))
-
-
-def check_stacked(layers: PyTree) -> None:
-    """Raises if layers are a list, or a mapping whose keys number them.
-
-    A layer may be a list of parts whose parameters are stacked. Some parameter is then
-    a stack of matrices, and all have one length.
-    """
-    flat = jax.tree_util.tree_flatten_with_path(layers)[0]
-    names = {path_name(path[:1]): path[0] for path, _ in flat if path}
-    matches = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
-    numbers = {(x[1], int(x[2])) for x in matches if x}
-    prefixes = {prefix for prefix, _ in numbers}
-    if len(prefixes) != 1 or {n for _, n in numbers} != set(range(len(names))):
-        return
-    (prefix,) = prefixes
-    shapes = [x.shape for _, x in flat]
-    if all(len(path) == 1 for path, _ in flat):  # each an array
-        matrices = len(shapes[0]) == 2 and len(set(shapes)) == 1
-        stacked = bool(prefix) or len(shapes) == 1 or not matrices
-    else:
-        one_length = len({shape[:1] for shape in shapes}) == 1
-        stacked = one_length and max(map(len, shapes)) >= 3
-    if stacked:
-        return
-    raise ValueError(
-        f"layers numbers its children, {prefix}0 to {prefix}{len(names) - 1}, as if"
-        " each was one layer: stack them, so that every leaf has all layers on its"
-        " leading axis, as jax.tree.map(lambda *x: jnp.stack(x), *layers) does with a"
-        " list. Parts of a layer that are stacked already need other names than"
-        " numbers. model.stack(params) stacks what split_layers took apart."
-    )
 
 
 def placed_shape(x: Shaped) -> jax.ShapeDtypeStruct:
@@ -245,3 +229,9 @@ def zeros(
     ):
         return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
     return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)
+
+
+def widest(*trees: PyTree[ArrayOrShape]) -> np.dtype:
+    """The widest real dtype of any leaf: float32, or float64."""
+    dtypes = [jax.typeof(x).dtype for x in jax.tree.leaves(trees)]
+    return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype

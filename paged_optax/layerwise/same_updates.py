@@ -4,20 +4,20 @@ A layer's signature has the program of each of its leaves, and the program's inp
 """
 
 import dataclasses
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.per_leaf import CrossLeafError, analyse
-from paged_optax.analysis.program import FILLS, Analysis, Constant, Program
-from paged_optax.backend.text import dtype_and_shape, keystr
+from paged_optax.analysis.program import FILLS, Analysis, Constant
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, tree_leaves
 from paged_optax.layerwise.layered_state import LayeredState
@@ -65,24 +65,8 @@ _Name = tuple[str, str, Hashable]
 #: A leaf's name and layer; None outside the layers.
 _Role = tuple[_Name, int | None]
 
-
-class Signatures(NamedTuple):
-    """The computations of a traced function's results, by name.
-
-    Attributes:
-      rest: The results outside the layers.
-      layers: The results of each layer.
-      state: The types of the leaves of the state.
-    """
-
-    rest: dict[_Name, object]
-    layers: list[dict[_Name, object]]
-    state: list[str]
-
-    def agrees(self, other: "Signatures", layer: int | None) -> bool:
-        """True if one layer's computations, and the rest's, equal another's."""
-        one = layer is None or self.layers[layer] == other.layers[layer]
-        return one and self.rest == other.rest
+#: The computations of a traced function's results, by layer and name.
+Signatures = dict[int | None, dict[_Name, object]]
 
 
 class _Computation(NamedTuple):
@@ -92,12 +76,6 @@ class _Computation(NamedTuple):
     eqns: object
     inputs: object
     result: int
-
-
-def _equations(program: Program) -> tuple[object, ...]:
-    params = lambda e: () if e.primitive.name in FILLS else e.params
-    eqns = [(e.primitive, params(e), e.inputs, e.outputs) for e in program.eqns]
-    return tuple(eqns), program.outputs
 
 
 class Roles:
@@ -136,97 +114,75 @@ class Roles:
         return (kind, keystr(node), index), layer
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedUpdates:
-    """Traces a transformation in an own tree, without paging.
+def _signatures(
+    tx: optax.GradientTransformationExtraArgs,
+    tree: LayerTree,
+    numbers: dict[Hashable, int],
+    gradients: PyTree,
+    params: PyTree,
+) -> Signatures:
+    """Traces an update of an own tree, without paging.
 
-    Attributes:
-      tx: The transformation.
-      tree: The own tree.
-      numbers: Numbers of the computations that all leaves share.
+    Shared computations of all traces are numbered in `numbers`.
+
+    Raises:
+      ValueError: If the update of a leaf depends on another leaf's gradient.
     """
+    with within(plain=True):
+        state = jax.eval_shape(lambda params: tx.init(params), params)
+        closed, _ = trace(lambda *args: tx.update(*args), gradients, state, params)
+    roles = Roles(tree, params, state)
+    count = range(len(roles.paths))
+    try:
+        analysis, constants = analyse(
+            closed,
+            [*count, *[None] * len(roles.param_indices), *count],
+            [*count, *roles.param_indices],
+            lambda n: f"parameter {keystr(roles.paths[n])}",
+            range(len(closed.out_avals)),
+        )
+    except CrossLeafError as error:
+        raise CrossLayerError(*error.args) from None
+    # A new state has the paths of the old one.
+    results = [*roles.of_parameters("update"), *roles.of_state]
+    _check_same_layers(analysis, results, [x.shape for x in closed.out_avals])
+    args = enumerate([*results, *roles.of_parameters("parameter")])
+    known: dict[int, object] = {n: role for n, (role, _) in args}
+    for index, x in constants.items():
+        value = np.asarray(x) if not is_traced(x) else None
+        known[index] = id(x) if value is None else (value.shape, value.tobytes())
+    _add_shared(known, analysis, numbers)
+    described = lambda x: x if isinstance(x, Constant) else known[x]
+    computed: dict[int, object] = {n: described(x) for n, x in analysis.direct}
+    for leaf in analysis.leaf_updates:
+        # A program of concatenated leaves reads all parameters.
+        inputs = None if leaf.between else [described(x) for x in leaf.inputs]
+        program = leaf.program
+        params_of = lambda e: () if e.primitive.name in FILLS else e.params
+        eqns = [(e.primitive, params_of(e), e.inputs, e.outputs) for e in program.eqns]
+        for k, n in enumerate(leaf.outputs):
+            key = tuple(eqns), program.outputs
+            computed[n] = _Computation(program.elementwise, key, inputs, k)
+    computed |= dict.fromkeys(analysis.tail.outputs, "cut from concatenated leaves")
+    signatures: Signatures = {x: {} for x in (None, *range(tree.length))}
+    for n, x in computed.items():
+        name, layer = results[n]
+        signatures[layer][name] = x
+    return signatures
 
-    tx: optax.GradientTransformationExtraArgs
-    tree: LayerTree
-    numbers: dict[Hashable, int]
 
-    def update(self, gradients: PyTree, params: PyTree) -> Signatures:
-        """Traces an update, and returns its signatures.
-
-        Raises:
-          ValueError: If the update of a leaf depends on another leaf's gradient.
-        """
-        with within(plain=True):
-            state = jax.eval_shape(lambda params: self.tx.init(params), params)
-            update = lambda *args: self.tx.update(*args)
-            closed, _ = trace(update, gradients, state, params)
-        roles = Roles(self.tree, params, state)
-        numbers = range(len(roles.paths))
-        try:
-            analysis, constants = analyse(
-                closed,
-                [*numbers, *[None] * len(roles.param_indices), *numbers],
-                [*numbers, *roles.param_indices],
-                lambda n: f"parameter {keystr(roles.paths[n])}",
-                range(len(closed.out_avals)),
-            )
-        except CrossLeafError as error:
-            raise CrossLayerError(*error.args) from None
-        # A new state has the paths of the old one.
-        results = [*roles.of_parameters("update"), *roles.of_state]
-        shapes = [x.shape for x in closed.out_avals]
-        _check_same_layers(analysis, results, shapes)
-        args = [*results, *roles.of_parameters("parameter")]
-        types = [dtype_and_shape(x) for x in jax.tree.leaves(state)]
-        return self._signatures(analysis, constants, args, results, types)
-
-    def _signatures(
-        self,
-        analysis: Analysis,
-        constants: Mapping[int, ArrayLike],
-        args: Sequence[_Role],
-        results: Sequence[_Role],
-        state: list[str],
-    ) -> Signatures:
-        known: dict[int, object] = {n: role for n, (role, _) in enumerate(args)}
-        for index, value in constants.items():
-            concrete = not is_traced(value)
-            known[index] = (
-                (np.shape(value), np.asarray(value).tobytes())
-                if concrete
-                else id(value)
-            )
-        described = lambda x: x if isinstance(x, Constant) else known[x]
-        shared = analysis.shared.program
-        inside = dict(enumerate(known[n] for n in analysis.shared.inputs))
-        inner = lambda x: x if isinstance(x, Constant) else inside[x]
-        for e in shared.eqns:
-            key = e.primitive, e.params, tuple(map(inner, e.inputs))
-            index = self.numbers.setdefault(key, len(self.numbers))
-            inside |= {x: (index, k) for k, x in enumerate(e.outputs)}
-        pairs = zip(analysis.shared.outputs, shared.outputs, strict=True)
-        known |= {index: inner(x) for index, x in pairs}
-        signatures = Signatures({}, [{} for _ in range(self.tree.length)], state)
-
-        def add(output: int, what: object) -> None:
-            key, layer = results[output]
-            to = signatures.rest if layer is None else signatures.layers[layer]
-            to[key] = what
-
-        for output, operand in analysis.direct:
-            add(output, described(operand))
-        for leaf in analysis.leaf_updates:
-            # Such a program reads all parameters, concatenated.
-            inputs = None if leaf.between else [described(x) for x in leaf.inputs]
-            program = leaf.program
-            computation = _Computation(
-                program.elementwise, _equations(program), inputs, 0
-            )
-            for k, output in enumerate(leaf.outputs):
-                add(output, computation._replace(result=k))
-        for output in analysis.tail.outputs:
-            add(output, "cut from what is laid end to end")
-        return signatures
+def _add_shared(
+    known: dict[int, object], analysis: Analysis, numbers: dict[Hashable, int]
+) -> None:
+    """Describes the shared values by the numbers of their computations."""
+    shared = analysis.shared.program
+    inside = dict(enumerate(known[n] for n in analysis.shared.inputs))
+    inner = lambda x: x if isinstance(x, Constant) else inside[x]
+    for e in shared.eqns:
+        key = e.primitive, e.params, tuple(map(inner, e.inputs))
+        index = numbers.setdefault(key, len(numbers))
+        inside |= {x: (index, k) for k, x in enumerate(e.outputs)}
+    known |= dict(zip(analysis.shared.outputs, map(inner, shared.outputs), strict=True))
 
 
 def _check_same_layers(
@@ -255,14 +211,14 @@ class SameUpdates:
     """Kinds of layers with the same update.
 
     Attributes:
-      traced: Traces the transformation.
+      update: Traces the update of gradients and parameters of the own tree.
       whole: The signatures of an update of the whole own tree.
       kinds: For each layer, the number of its kind.
       pruned: True if a layer has the same update in a tree without the other layers.
         `optax.MaskedNode`s then replace them, which take no time to trace.
     """
 
-    traced: TracedUpdates
+    update: Callable[[PyTree, PyTree], Signatures]
     whole: Signatures
     kinds: tuple[int, ...]
     pruned: bool
@@ -272,87 +228,75 @@ class SameUpdates:
         cls,
         tx: optax.GradientTransformationExtraArgs,
         tree: LayerTree,
-        params: Sequence[Array],
-        gradients: Sequence[jax.ShapeDtypeStruct],
+        layered: LayeredState,
     ) -> "SameUpdates":
         """Traces the update of the whole own tree, then of one layer of each kind."""
-        traced = TracedUpdates(tx, tree, {})
-        update = lambda *layers: traced.update(
-            tree_shapes(tree, gradients, *layers), tree_shapes(tree, params, *layers)
-        )
-        whole = update()
+        update = functools.partial(_signatures, tx, tree, {})
+        trees = lambda *layers: [
+            tree_shapes(tree, x, *layers) for x in (layered.gradients, layered.params)
+        ]
+        whole = update(*trees())
         if not tree.length:  # the stacks are the own tree
-            return cls(traced, whole, (), False)
-        kinds = _numbered(whole.layers)
+            return cls(update, whole, (0,) * layered.length, False)
+        kinds: list[int] = []
+        for i in range(tree.length):
+            same = (kinds[k] for k in range(i) if whole[k] == whole[i])
+            kinds.append(next(same, max(kinds, default=-1) + 1))
         firsts = [None, *map(kinds.index, range(max(kinds) + 1))]
+        agrees = lambda k, one: one[k] == whole[k] and one[None] == whole[None]
         try:
-            pruned = all(whole.agrees(update((k,)), k) for k in firsts)
+            pruned = all(agrees(k, update(*trees((k,)))) for k in firsts)
         except Exception:  # `tx` captures a tree of all layers
             pruned = False
-        return cls(traced, whole, kinds, pruned)
+        return cls(update, whole, tuple(kinds), pruned)
 
     def check_complete(
-        self,
-        layered: LayeredState,
-        gradients: Sequence[jax.ShapeDtypeStruct],
-        numbers: Collection[int],
+        self, tree: LayerTree, layered: LayeredState, numbers: Collection[int]
     ) -> None:
         """Raises if a part of a parameter's rows cannot be updated alone.
 
-        Args:
-          layered: The parameters, of which a part is updated with each layer.
-          gradients: The gradients of whole parameters.
-          numbers: The parameters that are updated in parts.
+        A part of each parameter in `numbers` is updated with each layer.
 
         Raises:
           ValueError: If a parameter's update is not element by element, or if it
             depends on the parameter's shape.
         """
-        tree, length = self.traced.tree, layered.length
         members, _ = tree.stacked
         paths, _ = leaf_paths(tree_shapes(tree, layered.params))
         outside = {m: n for n, m in enumerate(members) if isinstance(m, int)}
         names = [keystr(paths[m]) for m, n in outside.items() if n in numbers]
-        results = [(x[2], y) for x, y in self.whole.rest.items() if x[2] in names]
-        for name, x in results:
-            if isinstance(x, _Computation) and not x.elementwise:
+        rest = self.whole[None]
+        for name, x in rest.items():
+            elementwise = not isinstance(x, _Computation) or x.elementwise
+            if name[2] in names and not elementwise:
                 raise ValueError(
-                    f"the update of parameter {name} is not element by element (a norm,"
-                    " a factored moment, a matrix product, noise), so that one layer's"
-                    " part of the stack cannot be updated without the others: with"
-                    " layerwise_step use a transformation such as paged_adamw,"
+                    f"the update of parameter {name[2]} is not element by element (a"
+                    " norm, a factored moment, a matrix product, noise), so that one"
+                    " layer's part of the stack cannot be updated without the others:"
+                    " with layerwise_step use a transformation such as paged_adamw,"
                     " paged_lion or paged_sgd."
                 )
         cut = lambda n, x: (
-            jax.ShapeDtypeStruct((x.shape[0] // length, *x.shape[1:]), x.dtype)
+            jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
             if n in numbers
             else x
         )
         layers = (None,) if self.pruned else None
         trees = [
             tree_shapes(tree, [cut(n, x) for n, x in enumerate(leaves)], layers)
-            for leaves in (gradients, layered.params)
+            for leaves in (layered.gradients, layered.params)
         ]
         try:
-            parts = self.traced.update(*trees).rest
+            parts = self.update(*trees)[None]
         except (TypeError, ValueError) as error:
             raise ValueError(
                 "each layer is updated in a stack of its own, and tx.update refuses a"
                 f" stack of one layer: {error} {_WAY_OUT}"
             ) from error
-        for name, x in self.whole.rest.items():
+        for name, x in rest.items():
             if parts.get(name) != x:
                 raise ValueError(
                     f"the update of parameter {name[2]} depends on the shape of the"
                     " whole stack, and each layer is updated in a stack of its own."
                     f" {_WAY_OUT}"
                 )
-
-
-def _numbered(signatures: Sequence[object]) -> tuple[int, ...]:
-    """Numbers signatures; equal signatures have one number."""
-    numbers: list[int] = []
-    for i, signature in enumerate(signatures):
-        same = (numbers[k] for k in range(i) if signatures[k] == signature)
-        numbers.append(next(same, max(numbers, default=-1) + 1))
-    return tuple(numbers)

@@ -1,7 +1,7 @@
 """Reads and writes slices of stacked layers, and loops over layers."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar, overload
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +35,12 @@ def is_sliced(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
     return len(x.shape) >= 3 and x.size // max(1, x.shape[0]) >= SMALLEST_CODED
 
 
-@overload
 def read_slice(
     x: Array | np.ndarray,
     i: LayerIndex,
     parts: int | None = None,
     shards: Shards | None = None,
-) -> Array: ...
-@overload
-def read_slice(
-    x: Stored, i: LayerIndex, parts: int | None = None, shards: Shards | None = None
-) -> Stored: ...
-def read_slice(
-    x: Stored | np.ndarray,
-    i: LayerIndex,
-    parts: int | None = None,
-    shards: Shards | None = None,
-) -> Stored:
+) -> Array:
     """Reads part i of the leading axis to the device.
 
     Args:
@@ -60,66 +49,40 @@ def read_slice(
       parts: The number of parts; None is the length of the axis.
       shards: The division of the array, if it is known.
     """
-    if isinstance(x, Quantized):
-        parts = x.codes.shape[0] if parts is None else parts
-        scales = _scales(i, x.scales.shape[0] // parts).read(x.scales)
-        return Quantized(read_slice(x.codes, i, parts, shards), scales)
     size = 1 if parts is None else x.shape[0] // parts
     return _page(x, i, size, parts, shards).read(x)
 
 
-@overload
 def write_slice(
     x: Array,
     new: Array,
     i: LayerIndex,
     parts: int | None = None,
     shards: Shards | None = None,
-) -> Array: ...
-@overload
-def write_slice(
-    x: Stored,
-    new: Stored,
-    i: LayerIndex,
-    parts: int | None = None,
-    shards: Shards | None = None,
-) -> Stored: ...
-def write_slice(
-    x: Stored,
-    new: Stored,
-    i: LayerIndex,
-    parts: int | None = None,
-    shards: Shards | None = None,
-) -> Stored:
+) -> Array:
     """Replaces part i of the leading axis.
 
-    Args:
-      x: The array.
-      new: The new part.
-      i: The part.
-      parts: The number of parts; None for weights, which travel during products.
-      shards: The division of the array, if it is known.
+    `parts` is None for weights, which travel during products; see `read_slice`.
     """
-    if isinstance(x, Quantized):
-        assert isinstance(new, Quantized)
-        scales = _scales(i, new.scales.shape[0]).write(x.scales, new.scales)
-        return Quantized(write_slice(x.codes, new.codes, i, parts, shards), scales)
-    assert not isinstance(new, Quantized)
     return _page(x, i, new.shape[0], parts, shards).write(x, new)
 
 
-def write_slices(
-    stacks: Sequence[Array],
-    slices: Sequence[Array],
-    new: Sequence[Array],
-    i: LayerIndex,
-    shards: Sequence[Shards | None],
-) -> list[Array]:
-    """Writes the slices of layer i that changed."""
-    return [
-        x if update is old else write_slice(x, update, i, shards=divided)
-        for x, old, update, divided in zip(stacks, slices, new, shards, strict=True)
-    ]
+def read_moment(x: Stored, i: LayerIndex, parts: int, shards: Shards | None) -> Stored:
+    """Reads part i of a moment, see `read_slice`."""
+    if not isinstance(x, Quantized):
+        return read_slice(x, i, parts, shards)
+    scales = _scales(i, x.scales.shape[0] // parts).read(x.scales)
+    return Quantized(read_slice(x.codes, i, parts, shards), scales)
+
+
+def write_moment(
+    x: Stored, new: Stored, i: LayerIndex, parts: int, shards: Shards | None
+) -> Stored:
+    """Replaces part i of a moment, see `write_slice`."""
+    if not isinstance(x, Quantized) or not isinstance(new, Quantized):
+        return jax.tree.map(lambda x, y: write_slice(x, y, i, parts, shards), x, new)
+    scales = _scales(i, new.scales.shape[0]).write(x.scales, new.scales)
+    return Quantized(write_slice(x.codes, new.codes, i, parts, shards), scales)
 
 
 def _page(

@@ -13,23 +13,21 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import check_rate, check_transformation
-from paged_optax.layerwise.clipping import Clipping, Guard, widest
-from paged_optax.layerwise.deferred_update import UpdateNextStep
+from paged_optax.layerwise.clipping import Clipping
 from paged_optax.layerwise.dependencies import chunked_leaves, learned
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
-from paged_optax.layerwise.in_turn import InTurn
+from paged_optax.layerwise.host_updates import (
+    finish_update,
+    update_after_norm,
+    update_next_step,
+)
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.loss import LayerwiseOutput
-from paged_optax.layerwise.overlap import Overlapped
-from paged_optax.layerwise.parameters import (
-    Partition,
-    check_stacked,
-    from_numpy,
-    stack_length,
-)
+from paged_optax.layerwise.overlap import can_overlap
+from paged_optax.layerwise.parameters import Partition, from_numpy, widest
 from paged_optax.layerwise.step_arguments import (
     Answer,
     ask,
@@ -42,8 +40,9 @@ from paged_optax.layerwise.step_arguments import (
     warn_of_divided_layers,
     warn_of_moved,
 )
-from paged_optax.layerwise.updates import TracedStep, UpdateAfterNorm, UpdateAtOnce
-from paged_optax.layerwise.weights import Frozen, Weights
+from paged_optax.layerwise.tree_update import TreeUpdate
+from paged_optax.layerwise.updates import Guard, TracedStep, update_at_once
+from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 # XLA:TPU copies whole host stacks that are updated during other layers' gradients
@@ -167,8 +166,7 @@ def layerwise_step(
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
-    tree, tx = model.layer_tree, model.on_stacks(tx)
-    saves = not recompute
+    tree, saves = model.layer_tree, not recompute
     return LayerwiseStep(
         model, tx, max_norm, clip, accumulate, activations_on_host, saves, layers, tree
     )
@@ -288,43 +286,39 @@ class LayerwiseStep:
         accumulate = self._accumulate
         if accumulate:
             check_same_counts(batch)
-        partition, guard, clipping, optimizer = self._prepare(
-            answers, params, state, workspace
-        )
-        kind = UpdateAtOnce if workspace.host is None else UpdateAfterNorm
-        if deferred := workspace.pending is not None:
-            kind = UpdateNextStep
-        if frozen is not None:
-            frozen = Frozen.create(frozen, self._layers, stack_length(partition.layers))
-        model = self._model.functions(partition, frozen, self._activations_on_host)
-        model = on_explicit_axes(model, partition, batch, accumulate)
+        step = self._prepare(answers, params, state, workspace, frozen)
+        partition, clipping, optimizer = step.partition, step.clipping, step.optimizer
+        model = on_explicit_axes(step.model, partition, batch, accumulate)
         if self._saves:
             one = jax.tree.map(lambda x: x[0], batch) if accumulate else batch
-            layers, fixed = partition.layers, frozen and frozen.layers
-            undivided = [[None] * len(jax.tree.leaves(x)) for x in (layers, fixed)]
-            weights = Weights(layers, fixed, *undivided)
-            follows = learned(model, weights, partition.rest, one)
-            model = dataclasses.replace(model, saves=follows)
-        run = lambda schedule: kind(
-            TracedStep(model, partition, schedule, clipping, guard, accumulate)
-        )(workspace, batch)
-        in_turn = functools.partial(run, InTurn(optimizer))
+            weights = Weights(partition.layers, model.frozen and model.frozen.layers)
+            saves = learned(model, weights, partition.rest, one)
+            model = dataclasses.replace(model, saves=saves)
+        update = update_at_once if workspace.host is None else update_after_norm
+        if deferred := workspace.pending is not None:
+            update = update_next_step
+
+        def run(
+            optimizer: LayerOptimizer, overlaps: bool
+        ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
+            new = {"model": model, "optimizer": optimizer, "overlaps": overlaps}
+            return update(dataclasses.replace(step, **new), workspace, batch)
+
+        in_turn = functools.partial(run, optimizer, False)
         warn_of_moved(answers, workspace)
         # Nothing overlaps if a separate backward pass computes the norm. The gradients
         # of two layers would take more memory than that first pass.
         waits = workspace.host is not None or clipping.needed_first
-        guard.check_known(waits)
+        step.guard.check_known(waits)
         waits = accumulate if deferred else waits
-        if waits or not Overlapped.possible(optimizer):
+        if waits or not can_overlap(optimizer):
             return in_turn()
         if not accumulate and not clipping.by_layer:
             chunked = chunked_leaves(model.run_prologue, optimizer.layered, batch)
-            known = optimizer.layered.shards, optimizer.layered.moment_shards
-            layered = LayeredState(params, partition, guard.state, known, chunked)
             with contextlib.suppress(ValueError):  # a choice by shape, for one of them
-                optimizer = optimizer.in_chunks(layered, workspace.gradients)
+                optimizer = optimizer.in_chunks(chunked)
         # Traced once for both names of a GPU.
-        on_gpu = jax.jit(functools.partial(run, Overlapped(optimizer)), inline=True)
+        on_gpu = jax.jit(functools.partial(run, optimizer, True), inline=True)
         ways = {name: on_gpu for name in _OVERLAPPED}
         return lax.platform_dependent(default=in_turn, **ways)
 
@@ -332,19 +326,14 @@ class LayerwiseStep:
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
         answers = ask(self._tx, params, state, self._layer_tree)
-        partition, guard, clipping, optimizer = self._prepare(
-            answers, params, state, workspace
-        )
+        step = self._prepare(answers, params, state, workspace)
         if workspace.pending is None:
             raise ValueError(
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
-        model = self._model.functions(partition, None, self._activations_on_host)
-        schedule = InTurn(optimizer)
-        step = TracedStep(model, partition, schedule, clipping, guard, False)
         warn_of_moved(answers, workspace)
-        return UpdateNextStep(step).finish(workspace)
+        return finish_update(step, workspace)
 
     def _prepare(
         self,
@@ -352,11 +341,11 @@ class LayerwiseStep:
         params: PyTree,
         state: PyTree,
         workspace: GradientWorkspace,
-    ) -> tuple[Partition, Guard, Clipping, LayerOptimizer]:
+        frozen: PyTree = None,
+    ) -> TracedStep:
         """Checks the arguments, and traces the update."""
         partition = Partition.create(params, self._layers)
         check_inexact(params)
-        check_stacked(partition.layers)
         workspace.check(partition.layers, partition.rest)
         tree = self._layer_tree
         fresh = new_state_types(self._tx, params, tree)
@@ -374,10 +363,17 @@ class LayerwiseStep:
         shards, moments = (
             known_shards(answers, params, moments=x) for x in (False, True)
         )
-        layered = LayeredState(params, partition, guard.state, (shards, moments))
-        enabled = True if workspace.pending is None else workspace.pending.waits
-        tree_state = None if fresh is None else guard.inside(fresh)
-        optimizer = LayerOptimizer.create(
-            guard.tx, layered, workspace.gradients, enabled, tree, tree_state
+        gradients = workspace.gradients
+        layered = LayeredState(
+            params, partition, guard.state, gradients, (shards, moments)
         )
-        return partition, guard, clipping, optimizer
+        tree_state = None if fresh is None else guard.inside(fresh)
+        update = TreeUpdate.create(guard.tx, tree, layered, tree_state)
+        enabled = True if workspace.pending is None else workspace.pending.waits
+        optimizer = LayerOptimizer(update, enabled)
+        if frozen is not None:
+            frozen = Partition.of_frozen(frozen, self._layers, layered.length)
+        model = self._model.functions(partition, frozen, self._activations_on_host)
+        return TracedStep(
+            model, partition, optimizer, clipping, guard, self._accumulate
+        )

@@ -29,11 +29,9 @@ from paged_optax.layerwise.slices import (
     LayerIndex,
     over_layers,
     read_slice,
-    write_slices,
     written_back,
 )
 from paged_optax.layerwise.weights import (
-    LayerSlices,
     Prefetched,
     Weights,
     fetch_after,
@@ -56,17 +54,13 @@ class BackwardPass:
     """The layers after their forward pass, ready for the backward pass.
 
     Attributes:
-      model: The model.
       weights: The layers' parameters before the forward pass.
-      rest: The other parameters.
       batch: The micro-batch, or all micro-batches.
       several: If true, `batch` stacks several micro-batches.
       dtypes: The dtypes of the layers' gradients.
       stacks: The layers' parameters after the forward pass.
       inputs: The inputs of all layers, stacked.
-      context: The prologue's context.
       learned: The leaves of `inputs` and `context` that have gradients.
-      epilogue: The loss, and its gradients by the epilogue's arguments.
     """
 
     model: ModelFunctions
@@ -137,10 +131,11 @@ class BackwardPass:
             i: LayerIndex, next_item: LayerIndex | None, carry: _PassCarry[Carry]
         ) -> _PassCarry[Carry]:
             inner, back, stacks, prefetched = carry
-            slices, frozen = weights.slices(stacks, i, prefetched, vectors)
+            slices = weights.slices(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, next_item)
             x, dkept = self.read(i)
-            gradients, back = self.pull((slices, frozen), x, back, dkept, i)
+            gradients, back = self.pull(slices, x, back, dkept, i)
+            slices = slices[: len(stacks)]
             # XLA:CPU would fuse the products into the update, and copy the stacks.
             values = gradients, slices, back
             gradients, slices, back = on_cpu(lax.optimization_barrier, values)
@@ -149,7 +144,7 @@ class BackwardPass:
             if all(a is b for a, b in zip(new, slices, strict=True)):
                 stacks, _ = written_back(stacks, slices, i)
             else:
-                stacks = write_slices(stacks, slices, new, i, weights.shards)
+                stacks = weights.write(stacks, slices, new, i)
             if weights.prefetches:
                 # An iteration has two layers. The second one's moments wait for the
                 # first one's.
@@ -162,12 +157,7 @@ class BackwardPass:
         carry, back, stacks, _ = over_layers(
             weights.length,
             body,
-            (
-                start,
-                self.first_gradients(self.epilogue.by_output),
-                self.stacks,
-                prefetched,
-            ),
+            (start, back, self.stacks, prefetched),
             backward=True,
             prefetches=weights.prefetches,
         )
@@ -186,7 +176,7 @@ class BackwardPass:
 
     def pull(
         self,
-        slices: LayerSlices,
+        slices: Sequence[Array],
         x: PyTree[Array],
         back: PrologueGradients,
         dkept: list[Array],
@@ -333,11 +323,12 @@ def _with_prefetched(
     bound to the gradients by the layer's input.
     """
     flat, structure = jax.tree.flatten(gradients)
-    trained, frozen = dict(prefetched.trained), prefetched.frozen
+    frozen = {n: x for n, x in prefetched.items() if n >= len(flat)}
+    trained = {n: x for n, x in prefetched.items() if n < len(flat)}
     for n, x in trained.items():
         # The next layer's matrix is read from the stack before this layer's is written
         # there. Otherwise XLA would copy the stack.
         flat[n], trained[n] = lax.optimization_barrier((flat[n], x))
     if frozen:
         back, frozen = lax.optimization_barrier((back, frozen))
-    return structure.unflatten(flat), back, Prefetched(trained, frozen)
+    return structure.unflatten(flat), back, trained | frozen

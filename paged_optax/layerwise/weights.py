@@ -5,11 +5,9 @@ parameters outside the layers and free them. Their gradients stay on the host du
 backward pass. Nothing writes frozen parameters: loops close over their stacks.
 """
 
-import copy
-import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +17,14 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.backend.text import keystr
 from paged_optax.backend.types import on_one_device
-from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.transfers import to_device, to_host
-from paged_optax.layerwise.parameters import by_name, check_stacked, stack_length
-from paged_optax.layerwise.slices import LayerIndex, read_slice
+from paged_optax.layerwise.parameters import stack_length
+from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 
-#: Slices of one layer: of the trained stacks, and of the frozen ones.
-LayerSlices = tuple[list[Array], list[Array]]
+#: Prefetched slices of the next layer, by the positions of their stacks.
+Prefetched = dict[int, Array]
 
 #: The vectors of all layers, by their stacks' positions: an array of several stacks,
 #: [layers, stacks, width], and the stack's number in it.
@@ -36,18 +32,6 @@ Vectors = Mapping[int, tuple[Array, int]]
 
 Tree = TypeVar("Tree", bound=PyTree)
 Dependency = TypeVar("Dependency", bound=PyTree)
-
-
-class Prefetched(NamedTuple):
-    """Prefetched weights of the next layer, keyed by leaf index.
-
-    Attributes:
-      trained: Slices of trained stacks.
-      frozen: Slices of frozen stacks.
-    """
-
-    trained: dict[int, Array]
-    frozen: dict[int, Array]
 
 
 # The largest array of several stacks, in bytes; its stacks are held twice. Two norms of
@@ -101,79 +85,28 @@ def add_in_place(x: Array, update: Array) -> Array:
     return lax.fori_loop(0, parts, body, update)
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    """Parameters that are not trained.
-
-    Attributes:
-      layers: The frozen parameters of the layers, stacked, or None.
-      rest: The other frozen parameters, by name.
-    """
-
-    layers: PyTree[Array]
-    rest: Mapping[Hashable, PyTree[Array]]
-
-    @classmethod
-    def create(cls, frozen: PyTree, key: str, length: int) -> "Frozen":
-        """Partitions frozen parameters.
-
-        Raises:
-          TypeError: If they are no mapping of arrays.
-          ValueError: If the layers are not stacked, or if their number differs.
-        """
-        rest = by_name(frozen)
-        if rest is None:
-            raise TypeError(
-                f"frozen is of type {type(frozen).__name__}: pass a dict or another"
-                " mapping that JAX knows as a pytree, with what is frozen of the layers"
-                f" stacked on a leading axis under the key {key!r}."
-            )
-        layers = rest.pop(key, None)
-        name = f"frozen[{key!r}]"
-        check_arrays(name, layers)
-        check_stacked(layers)
-        for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
-            if x.shape[:1] != (length,):
-                raise ValueError(
-                    f"{name}{keystr(path)} has shape {x.shape}, and params[{key!r}] has"
-                    f" {length} layers: stack what is frozen of them on a leading axis"
-                    f" of {length}. What all layers share goes into frozen beside"
-                    f" {key!r}, and to the layers as the prologue's context."
-                )
-        return cls(layers, rest)
-
-
 class Weights:
-    """The layers' parameters, stacked.
+    """The layers' parameters, stacked. The trained ones precede the frozen ones.
 
     Attributes:
       stacks: The trained stacks. Loops carry and write them.
       frozen: The frozen stacks. Loops close over them.
       structure: The structure of the trained parameters.
-      length: The number of layers.
-      shards: The division of each trained stack over a mesh, or None.
-      frozen_shards: The division of each frozen stack.
+      shards: The division of each stack over a mesh, or None.
     """
 
     def __init__(
         self,
         layers: PyTree[Array],
         frozen: PyTree[Array],
-        shards: Sequence[Shards | None],
-        frozen_shards: Sequence[Shards | None],
+        shards: Sequence[Shards | None] | None = None,
     ):
         self.stacks: list[Array]
-        self.frozen: list[Array]
-        self.shards, self.frozen_shards = shards, frozen_shards
         self.stacks, self.structure = jax.tree.flatten(layers)
-        self.frozen, self._frozen_structure = jax.tree.flatten(frozen)
+        self.frozen: list[Array] = jax.tree.leaves(frozen)
+        self._both = jax.tree.structure((layers, frozen))
         self.length = stack_length(layers)
-
-    def with_stacks(self, stacks: Sequence[Array]) -> "Weights":
-        """The same layers with other trained stacks."""
-        weights = copy.copy(self)
-        weights.stacks = [*stacks]
-        return weights
+        self.shards = shards or [None] * self._both.num_leaves
 
     @property
     def prefetches(self) -> bool:
@@ -184,23 +117,26 @@ class Weights:
     def prefetch(self, stacks: Sequence[Array], i: LayerIndex | None) -> Prefetched:
         """Prefetches layer i; nothing for None."""
         if i is None or not self.prefetches:
-            return Prefetched({}, {})
-        return Prefetched(
-            {n: self.read(n, x, i) for n, x in enumerate(stacks) if on_host(x)},
-            {
-                n: self.read_frozen(n, i)
-                for n, x in enumerate(self.frozen)
-                if on_host(x)
-            },
-        )
+            return {}
+        every = enumerate([*stacks, *self.frozen])
+        return {n: self.read(n, x, i) for n, x in every if on_host(x)}
 
     def read(self, n: int, stack: Array, i: LayerIndex) -> Array:
-        """Reads layer i of trained stack n."""
+        """Reads layer i of the stack in position n."""
         return read_slice(stack, i, shards=self.shards[n])
 
-    def read_frozen(self, n: int, i: LayerIndex) -> Array:
-        """Reads layer i of frozen stack n."""
-        return read_slice(self.frozen[n], i, shards=self.frozen_shards[n])
+    def write(
+        self,
+        stacks: Sequence[Array],
+        slices: Sequence[Array],
+        new: Sequence[Array],
+        i: LayerIndex,
+    ) -> list[Array]:
+        """Writes the trained slices of layer i that changed."""
+        return [
+            x if update is old else write_slice(x, update, i, shards=self.shards[n])
+            for n, (x, old, update) in enumerate(zip(stacks, slices, new, strict=True))
+        ]
 
     @staticmethod
     def vectors(stacks: Sequence[Array]) -> Vectors:
@@ -230,29 +166,18 @@ class Weights:
         i: LayerIndex,
         prefetched: Prefetched | None = None,
         vectors: Vectors | None = None,
-    ) -> LayerSlices:
-        """Reads layer i."""
-        trained, frozen = prefetched or Prefetched({}, {})
-        vectors = vectors or {}
+    ) -> list[Array]:
+        """Reads layer i of these trained stacks, and of the frozen ones."""
+        prefetched, vectors = prefetched or {}, vectors or {}
 
         def item(n: int, x: Array) -> Array:
             if n in vectors:
                 merged, k = vectors[n]
                 return read_slice(merged, i)[:, k]
-            return trained[n] if n in trained else self.read(n, x, i)
+            return prefetched[n] if n in prefetched else self.read(n, x, i)
 
-        return (
-            [item(n, x) for n, x in enumerate(stacks)],
-            [
-                frozen[n] if n in frozen else self.read_frozen(n, i)
-                for n in range(len(self.frozen))
-            ],
-        )
+        return [item(n, x) for n, x in enumerate([*stacks, *self.frozen])]
 
-    def of(self, slices: LayerSlices) -> tuple[PyTree[Array], PyTree[Array]]:
+    def of(self, slices: Sequence[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         """The model's arguments: one layer's trained and frozen parameters."""
-        trained, frozen = ([x[0] for x in part] for part in slices)
-        return (
-            jax.tree.unflatten(self.structure, trained),
-            jax.tree.unflatten(self._frozen_structure, frozen),
-        )
+        return jax.tree.unflatten(self._both, [x[0] for x in slices])

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ from paged_optax.backend.validation import (
     check_arrays,
     parameter_dtype,
 )
-from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.parameters import (
     Shaped,
     by_name,
     placed_shape,
     stack_length,
+    widest,
     zeros,
 )
 from paged_optax.layerwise.slices import is_sliced
@@ -195,16 +195,10 @@ class GradientWorkspace:
                 f"gradients of the shapes {shapes} are not those of one layer:"
                 f" {expected}."
             )
-        retained, structure = jax.tree.flatten(self.gradients)
-        written = [
+        add = lambda old, new, adds: (
             old + new.astype(old.dtype) if adds else new.astype(old.dtype)
-            for old, new, adds in zip(
-                retained, jax.tree.leaves(gradients), self.accumulates, strict=True
-            )
-        ]
-        return dataclasses.replace(
-            self, gradients=jax.tree.unflatten(structure, written)
         )
+        return self._changed(add, gradients)
 
     def zero_accumulators(self) -> "GradientWorkspace":
         """Sets the leaves that accumulate to zero.
@@ -214,14 +208,13 @@ class GradientWorkspace:
         Returns:
           The workspace.
         """
-        retained, structure = jax.tree.flatten(self.gradients)
-        zeroed = [
-            jnp.zeros_like(x) if adds else x
-            for x, adds in zip(retained, self.accumulates, strict=True)
-        ]
-        return dataclasses.replace(
-            self, gradients=jax.tree.unflatten(structure, zeroed)
-        )
+        return self._changed(lambda x, adds: jnp.zeros_like(x) if adds else x)
+
+    def _changed(self, change: Callable[..., Array], *trees: PyTree) -> Self:
+        structure = jax.tree.structure(self.gradients)
+        accumulates = structure.unflatten(self.accumulates)
+        new = jax.tree.map(change, self.gradients, *trees, accumulates)
+        return dataclasses.replace(self, gradients=new)
 
     def abstract(self, params: PyTree) -> "GradientWorkspace":
         """Returns shapes, dtypes and placements of this workspace.
@@ -255,24 +248,17 @@ class GradientWorkspace:
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the layers' parameters, and the others."""
-        children = by_name(params) or {}
-        errors: list[ValueError] = []
-        for key in sorted(children, key=lambda key: key != "layers"):
-            rest = {name: x for name, x in children.items() if name != key}
-            try:
-                self.check(children[key], rest)
-            except ValueError as error:
-                errors.append(error)
-            else:
-                return children[key], rest
-        raise (
-            errors[0]
-            if errors
-            else ValueError(
+        rest = by_name(params)
+        if not rest:
+            raise ValueError(
                 f"params is of type {type(params).__name__}: pass the mapping of all"
                 " parameters, as layerwise_step gets it."
             )
-        )
+        layer = jax.tree.structure(self.gradients)
+        same = (name for name, x in rest.items() if jax.tree.structure(x) == layer)
+        layers = rest.pop("layers" if "layers" in rest else next(same, [*rest][0]))
+        self.check(layers, rest)
+        return layers, rest
 
     def check(self, layers: PyTree, rest: PyTree = None) -> None:
         """Raises if the workspace is allocated for a model of other sizes.
@@ -303,11 +289,10 @@ def _check_same(field: str, allocated: PyTree, model: PyTree, hint: str) -> None
         for tree in (allocated, model)
     )
     for name in (*expected, *shapes):
-        shape, other = shapes.get(name), expected.get(name)
-        if shape != other:
+        if shapes.get(name) != expected.get(name):
             raise ValueError(
-                f"workspace{field}{name} is allocated for the shape {shape}, and the"
-                f" model has {other} there: {hint}"
+                f"workspace{field}{name} is allocated for the shape {shapes.get(name)},"
+                f" and the model has {expected.get(name)} there: {hint}"
             )
     if [*shapes] != [*expected]:
         raise ValueError(

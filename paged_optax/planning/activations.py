@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import path_name
-from paged_optax.losses.linear_cross_entropy import Chunks
+from paged_optax.losses import Chunks
 
 NamedShape = tuple[str, jax.ShapeDtypeStruct]
 
@@ -187,13 +187,12 @@ def get_sizes(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     )
     if heads is not None or len(shape) == 3:
         return sizes, ""
-    if not assumed:
-        return sizes, (
-            "No matrix of queries is known by its name, so that no attention scores are"
-            " counted: heads= states how many heads there are."
-        )
+    if assumed:
+        note = f"{assumed} heads of {_HEAD} values are assumed: heads= states another"
+        return sizes, f"{note} number."
     return sizes, (
-        f"{assumed} heads of {_HEAD} values are assumed: heads= states another number."
+        "No matrix of queries is known by its name, so that no attention scores are"
+        " counted: heads= states how many heads there are."
     )
 
 

@@ -2,31 +2,96 @@
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.core import ShapedArray
+from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Operand, Program
-from paged_optax.splitting.dependence import SplitError, get_aval, used_values
-from paged_optax.splitting.pieces import (
-    Carried,
-    Fixed,
-    FromCarry,
-    FromKept,
-    FromTable,
-    LayerKind,
-    Pieces,
-    Role,
-    Seen,
-    Weight,
-)
-from paged_optax.splitting.stages import Stages
+from paged_optax.analysis.program import Constant, Operand, Program, used_values
+from paged_optax.splitting.cuts import Cuts
+from paged_optax.splitting.dependence import SplitError
+from paged_optax.splitting.numbered import Member
+from paged_optax.splitting.stages import find_stages
 
 # Most values that may pass through a layer that does not need them: each layer's input
 # is saved, including such values.
 _PASSING = 2
+
+
+class Weight(NamedTuple):
+    """A parameter of the layer."""
+
+    member: Member
+
+
+class Carried(NamedTuple):
+    """A value of the carry."""
+
+    slot: int
+
+
+class Seen(NamedTuple):
+    """A value from before the layers or a constant, the same for all layers."""
+
+    value: Operand
+
+
+class FromTable(NamedTuple):
+    """A layer's row of a table."""
+
+    table: int
+
+
+class Kept(NamedTuple):
+    """A value that a layer keeps for the epilogue; None: the values of all layers."""
+
+    number: int
+    layer: int | None
+
+
+#: The role of a layer's argument.
+Role = Weight | Carried | Seen | FromTable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerKind:
+    """The program of equal layers."""
+
+    program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
+    roles: Sequence[Role]
+    # The index of the result with the next value of each slot; others keep their value.
+    carried: Mapping[int, int]
+    # The index of the result for each kept value that layers of this kind compute.
+    kept: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """A loss split into prologue, kinds of layers, and epilogue."""
+
+    flat: Flat
+    kinds: Sequence[LayerKind]
+    kind_indices: Sequence[int]  # of each layer
+    # First value of each slot of the carry; None for zeros.
+    initial: Sequence[Operand | None]
+    carried: Sequence[ShapedArray]  # the slots' shapes and dtypes
+    # Arguments that differ between layers: an operand for each layer (None if the layer
+    # needs none), or one operand with layers on its leading axis.
+    tables: Sequence[Sequence[Operand | None] | Operand]
+    # Shapes and dtypes of the values that each layer keeps.
+    kept: Sequence[ShapedArray]
+    # Values of layers that the epilogue reads, from the last carry or kept.
+    after: Mapping[int, Carried | Kept]
+    inside: frozenset[int]  # values that layers compute
+
+    @property
+    def seen(self) -> list[int]:
+        """The values that all layers read, without the constants of the loss."""
+        roles = (role for kind in self.kinds for role in kind.roles)
+        values = used_values(role.value for role in roles if isinstance(role, Seen))
+        return [x for x in dict.fromkeys(values) if x not in self.flat.constants]
 
 
 class _Subprogram(NamedTuple):
@@ -39,29 +104,25 @@ class _Subprogram(NamedTuple):
 
     @classmethod
     def create(cls, flat: Flat, positions: Sequence[int]) -> "_Subprogram":
-        subset = [flat.eqns[n] for n in positions]
-        results = [x for e in subset for x in e.outputs]
-        inside, names = set(results), dict[int, int]()
-        arguments: list[Operand] = []
-        for x in (x for e in subset for x in e.inputs):
-            # Constants are arguments, so that layers may differ by a literal.
+        # Constants are arguments, so that layers may differ by a literal.
+        constants: dict[int, Constant] = {}
+
+        def number(x: Operand) -> int:
             if isinstance(x, Constant):
-                arguments.append(x)
-            elif x not in inside and x not in names:
-                names[x] = len(arguments)
-                arguments.append(x)
-        count = len(arguments)
-        # Values are numbered by their places within the layer, not within the loss.
-        names |= {x: count + k for k, x in enumerate(results)}
-        constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
-        rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
-        eqns = tuple(
-            e.of(map(rename, e.inputs), map(names.__getitem__, e.outputs))
-            for e in subset
-        )
-        avals = tuple(get_aval(flat, x) for x in arguments)
-        program = Program(count, eqns, (), elementwise=False)
-        return cls(program, tuple(arguments), avals, tuple(results))
+                constants[-1 - len(constants)] = x
+                return -len(constants)
+            return x
+
+        eqns = [
+            dataclasses.replace(
+                flat.eqns[n], inputs=tuple(map(number, flat.eqns[n].inputs))
+            )
+            for n in positions
+        ]
+        program, args = Program.create(eqns, ())
+        arguments = tuple(constants.get(x, x) for x in args)
+        values = tuple(x for e in eqns for x in e.outputs)
+        return cls(program, arguments, tuple(map(flat.aval, arguments)), values)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,9 +133,9 @@ class _Group:
     computed: Hashable  # for comparison of programs
     # The role of each argument; None for values from before the layers.
     roles: Sequence[Weight | Carried | None]
-    # For each slot the index of its next value among the layer's values, or None if the
-    # slot keeps its value; None for the last layer.
-    carried: Sequence[int | None] | None
+    # The place among the layer's values of each slot's next value; None for the last
+    # layer, which has no next value and so agrees with all others.
+    carried: Mapping[int, int] | None
 
     def takes(self, other: "_Group") -> bool:
         """True if another layer belongs to this group."""
@@ -94,53 +155,58 @@ class _Group:
 class _Assembly:
     """The carry of all layers, with the tables and kept values that they share."""
 
-    def __init__(self, stages: Stages):
-        self.stages = stages
-        depends = stages.cuts.depends
-        self.flat, self.count = depends.flat, depends.count
+    def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
+        depends = self.depends = cuts.depends
+        self.members, self.flat, self.count = members, depends.flat, depends.count
+        stages = find_stages(cuts, members)
         self.subprograms = [
-            _Subprogram.create(self.flat, item) for item in _in_order(stages)
+            _Subprogram.create(self.flat, item) for item in _in_order(cuts, stages)
         ]
         self.layer_of = {
             x: n for n, item in enumerate(self.subprograms) for x in item.values
         }
         self.last_use: dict[int, int] = {}  # the last later layer that needs each value
-        needed_after = set(used_values(self.flat.outputs))
+        self.needed_after = set(used_values(self.flat.outputs))
         for n in depends.live:
-            stage, values = stages.of[n], self.flat.eqns[n].numbers
+            stage, values = stages[n], self.flat.eqns[n].numbers
             if not 0 <= stage < self.count:
-                needed_after.update(values)
+                self.needed_after.update(values)
                 continue
-            later = (x for x in values if self.layer_of.get(x, stage) < stage)
-            for x in later:
-                self.last_use[x] = max(stage, self.last_use.get(x, 0))
-        self.needed_after = needed_after & set(self.layer_of)
-        self._assign_slots()
-        self._check_not_skipping()
+            for x in values:
+                if self.layer_of.get(x, stage) < stage:
+                    self.last_use[x] = max(stage, self.last_use.get(x, 0))
+        self.carried: list[ShapedArray] = []
         self.tables: list[Sequence[Operand | None]] = []
         self.kept: list[ShapedArray] = []
-        self.after: dict[int, FromCarry | FromKept] = {}
+        self.after: dict[int, Carried | Kept] = {}
+        self.slots = self._find_slots()
+        self._check_not_skipping()
 
-    def _assign_slots(self) -> None:
-        # For each layer, the slot of each value of an earlier layer.
-        self.slots: list[dict[int, int]] = [{}]
-        self.carried: list[ShapedArray] = []
+    def _find_slots(self) -> list[dict[int, int]]:
+        """For each layer, the slot of each value of an earlier layer."""
+        slots: list[dict[int, int]] = [{}]
         for layer in range(1, self.count):
             # A value keeps its slot as long as a later layer needs it. Afterwards the
             # slot is reused for the next value of its type.
             needed = lambda x, layer=layer: self.last_use.get(x, -1) >= layer
-            retained = {x: s for x, s in self.slots[-1].items() if needed(x)}
+            retained = {x: s for x, s in slots[-1].items() if needed(x)}
             for x in filter(needed, self.subprograms[layer - 1].values):
-                free = set(range(len(self.carried))) - set(retained.values())
-                same = (s for s in sorted(free) if self._equal(self.carried[s], x))
-                retained[x] = next(same, len(self.carried))
-                if retained[x] == len(self.carried):
-                    self.carried.append(self.flat.avals[x])
-            self.slots.append(retained)
+                retained[x] = self._unused(self.carried, retained.values(), x)
+            slots.append(retained)
+        return slots
 
-    def _equal(self, aval: ShapedArray, x: int) -> bool:
-        other = self.flat.avals[x]
-        return (aval.shape, aval.dtype) == (other.shape, other.dtype)
+    def _unused(
+        self, avals: list[ShapedArray], used: Collection[int], value: int
+    ) -> int:
+        """The first unused entry of a value's type, which is added if there is none."""
+        for index, aval in enumerate(avals):
+            if index not in used and self._equal(aval, value):
+                return index
+        avals.append(self.flat.avals[value])
+        return len(avals) - 1
+
+    def _equal(self, aval: ShapedArray, value: int) -> bool:
+        return (aval.shape, str(aval.dtype)) == self.flat.aval(value)
 
     def _check_not_skipping(self) -> None:
         skipping = [
@@ -148,9 +214,9 @@ class _Assembly:
             for layer, retained in enumerate(self.slots)
         ]
         if max(map(len, skipping)) > _PASSING:
-            depends, last_use = self.stages.cuts.depends, self.last_use
+            last_use = self.last_use
             x = max(last_use, key=lambda x: last_use[x] - self.layer_of[x])
-            where = depends.line(depends.source[x])
+            where = self.depends.line(self.flat.source[x])
             raise SplitError(
                 f"a value that layer {self.layer_of[x]} computes at {where} skips"
                 f" layers: layer {last_use[x]} uses it. Each layer's input is saved,"
@@ -161,24 +227,19 @@ class _Assembly:
 
     def pieces(self) -> Pieces:
         groups = self._groups()
-        kinds = [self._kind(group) for group in groups]
-        kind_indices = [0] * self.count
         initial: list[Operand | None] = [None] * len(self.carried)
-        for index, group in enumerate(groups):
-            for n in group.layers:
-                kind_indices[n] = index
+        for group in groups:
             # The first layer's arguments are the first values of the slots.
             if 0 in group.layers:
                 first = self.subprograms[0].arguments
                 for role, x in zip(group.roles, first, strict=True):
                     if isinstance(role, Carried):
                         initial[role.slot] = x
-        # A later kind may keep more values than an earlier kind has entries for.
-        fill = lambda kind: [*kind.kept, *[None] * (len(self.kept) - len(kind.kept))]
+        kind_of = {n: index for index, x in enumerate(groups) for n in x.layers}
         return Pieces(
             flat=self.flat,
-            kinds=[dataclasses.replace(kind, kept=fill(kind)) for kind in kinds],
-            kind_indices=kind_indices,
+            kinds=list(map(self._kind, groups)),
+            kind_indices=[kind_of[n] for n in range(self.count)],
             initial=initial,
             carried=self.carried,
             tables=self.tables,
@@ -197,12 +258,11 @@ class _Assembly:
                 groups.append(group)
                 continue
             known.layers.append(n)
-            # The last layer has no next value, and so agrees with all others.
             known.carried = group.carried if known.carried is None else known.carried
         return groups
 
     def _single(self, n: int) -> _Group:
-        subprogram, members = self.subprograms[n], self.stages.members
+        subprogram, members = self.subprograms[n], self.members
 
         def role(x: Operand) -> Weight | Carried | None:
             if isinstance(x, Constant):
@@ -211,17 +271,15 @@ class _Assembly:
                 return Weight(members[x])
             return Carried(self.slots[n][x]) if x in self.slots[n] else None
 
-        # Values of this layer for the next layer's slots; None keeps a slot's value.
         carried = None
         if n + 1 < self.count:
             places = {x: k for k, x in enumerate(subprogram.values)}
-            retained = {slot: places.get(x) for x, slot in self.slots[n + 1].items()}
-            carried = [retained.get(slot) for slot in range(len(self.carried))]
+            following = self.slots[n + 1].items()
+            carried = {slot: places[x] for x, slot in following if x in places}
         computed = subprogram.program, subprogram.avals
         return _Group([n], computed, [*map(role, subprogram.arguments)], carried)
 
     def _kind(self, group: _Group) -> LayerKind:
-        """Returns the program of a group's layers, with the roles of its arguments."""
         subprogram = self.subprograms[group.layers[0]]
         arguments = zip(
             *(self.subprograms[n].arguments for n in group.layers), strict=True
@@ -233,11 +291,11 @@ class _Assembly:
         carried = self._last(group) if group.carried is None else group.carried
         kept = self._kept(group, carried)
         # A value that is both carried and kept is one result.
-        results = sorted({x for x in (*carried, *kept) if x is not None})
+        results = sorted({*carried.values(), *kept.values()})
         outputs = tuple(len(roles) + x for x in results)
         program = dataclasses.replace(subprogram.program, outputs=outputs)
-        result = lambda x: None if x is None else results.index(x)
-        return LayerKind(program, roles, [*map(result, carried)], [*map(result, kept)])
+        indices = lambda places: {k: results.index(x) for k, x in places.items()}
+        return LayerKind(program, roles, indices(carried), indices(kept))
 
     def _before_layers(
         self, layers: Sequence[int], operands: Sequence[Operand]
@@ -249,86 +307,79 @@ class _Assembly:
         """
         first = operands[0]
         if all(x == first for x in operands):
-            return Fixed(first.value) if isinstance(first, Constant) else Seen(first)
+            return Seen(first)
         by_layer = dict(zip(layers, operands, strict=True))
         row = [by_layer.get(n) for n in range(self.count)]
         # Layers of other kinds have no row here. Their tables may fill the gaps.
         for index, known in enumerate(self.tables):
             pairs = [*zip(known, row, strict=True)]
             agree = all(None in pair or pair[0] == pair[1] for pair in pairs)
-            aval = next(get_aval(self.flat, x) for x in known if x is not None)
-            if agree and aval == get_aval(self.flat, first):
+            aval = next(self.flat.aval(x) for x in known if x is not None)
+            if agree and aval == self.flat.aval(first):
                 self.tables[index] = [b if a is None else a for a, b in pairs]
                 return FromTable(index)
         self.tables.append(row)
         return FromTable(len(self.tables) - 1)
 
-    def _last(self, group: _Group) -> list[int | None]:
+    def _last(self, group: _Group) -> dict[int, int]:
         """The carry of a last layer of its own kind, by shapes and dtypes."""
         values = self.subprograms[group.layers[0]].values
-        free = [k for k, x in enumerate(values) if x in self.needed_after]
-        carried: list[int | None] = []
-        for aval in self.carried:
-            # The latest value of the type, as in the other layers.
-            same = (k for k in reversed(free) if self._equal(aval, values[k]))
-            carried.append(next(same, None))
-            free = [k for k in free if k != carried[-1]]
+        # The latest value of each type, as in the other layers.
+        free = [k for k, x in enumerate(values) if x in self.needed_after][::-1]
+        carried: dict[int, int] = {}
+        for slot, aval in enumerate(self.carried):
+            for place in free:
+                if place not in carried.values() and self._equal(aval, values[place]):
+                    carried[slot] = place
+                    break
         return carried
 
-    def _kept(self, group: _Group, carried: Sequence[int | None]) -> list[int | None]:
+    def _kept(self, group: _Group, carried: Mapping[int, int]) -> dict[int, int]:
         """The values that a group's layers keep for the epilogue, by number."""
-        places: list[int | None] = [None] * len(self.kept)
+        places: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        slots = {place: slot for slot, place in carried.items()}
         for n in group.layers:
             for place, x in enumerate(self.subprograms[n].values):
                 if x not in self.needed_after:
                     continue
                 # The epilogue reads the last layer's carry, which is not kept twice.
-                if n == self.count - 1 and place in carried:
-                    self.after[x] = FromCarry(carried.index(place))
+                if n == self.count - 1 and place in slots:
+                    self.after[x] = Carried(slots[place])
                     continue
-                if place not in places:
-                    free = (k for k, p in enumerate(places) if p is None)
-                    same = (k for k in free if self._equal(self.kept[k], x))
-                    index = next(same, len(places))
-                    if index == len(places):
-                        places.append(None)
-                        self.kept.append(self.flat.avals[x])
-                    places[index] = place
-                self.after[x] = FromKept(places.index(place), n)
+                if place not in numbers:
+                    numbers[place] = self._unused(self.kept, places, x)
+                    places[numbers[place]] = place
+                self.after[x] = Kept(numbers[place], n)
         return places
 
 
-def assembled(stages: Stages) -> Pieces:
+def assembled(cuts: Cuts, members: Mapping[int, Member]) -> Pieces:
     """Returns the loss split into kinds of layers."""
-    return _Assembly(stages).pieces()
+    return _Assembly(cuts, members).pieces()
 
 
-def _in_order(stages: Stages) -> list[list[int]]:
+def _in_order(cuts: Cuts, stages: Mapping[int, int]) -> list[list[int]]:
     """Sorts the equations of each layer depth first, operands before users.
 
     The order depends only on the computation, so that equal layers compare equal. The
     order of the trace differs: an equation that depends on parameters in other layers
     may depend on none in the first layer, and is then sorted before the layers.
     """
-    depends, order = stages.cuts.depends, stages.cuts.order
-    eqns, source = depends.flat.eqns, depends.source
+    eqns, source = cuts.depends.flat.eqns, cuts.depends.flat.source
+    inputs = lambda n: (source[x] for x in eqns[n].numbers if x in source)
     needs = {
-        n: [
-            source[x]
-            for x in eqns[n].numbers
-            if x in source and stages.of[source[x]] == stages.of[n]
-        ]
-        for n in depends.live
+        n: [m for m in inputs(n) if stages.get(m) == layer]
+        for n, layer in stages.items()
     }
     used = {m for item in needs.values() for m in item}
     layers = collections.defaultdict[int, dict[int, None]](dict)
-    for end in (n for n in order if n not in used):
-        done, queue = layers[stages.of[end]], [end]
+    for end in (n for n in cuts.order if n not in used):
+        done, queue = layers[stages[end]], [end]
         while queue:
-            n = queue[-1]
-            missing = next((m for m in needs[n] if m not in done), None)
-            if missing is None:
-                done[queue.pop()] = None
+            missing = [m for m in needs[queue[-1]] if m not in done]
+            if missing:
+                queue.append(missing[0])
             else:
-                queue.append(missing)
-    return [list(layers[n]) for n in range(depends.count)]
+                done[queue.pop()] = None
+    return [list(layers[n]) for n in range(cuts.depends.count)]

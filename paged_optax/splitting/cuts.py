@@ -1,66 +1,53 @@
 """Cuts a loss between its layers, at the fewest live bytes."""
 
 import bisect
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
+from paged_optax.analysis.program import used_values
 from paged_optax.backend.memory import nbytes
-from paged_optax.splitting.dependence import Depends, SplitError, used_values
+from paged_optax.splitting.dependence import Depends, SplitError
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Cuts:
-    """The learned equations in an order that can be cut, and the cuts."""
+    """The learned equations in an order that can be cut, and the cuts.
 
-    depends: Depends
-    # Positions of the equations, sorted by the last layer they depend on, from none to
-    # the last. A cast of all weights at the beginning of the model is thus ordered with
-    # its layer.
-    order: Sequence[int]
-    # Places in `order` of the equations that depend on each layer and on no later one.
-    # Region -1 depends on no layer, the region after the last layer only on parameters
-    # of several layers.
-    regions: Mapping[int, range]
-    uses: Mapping[int, list[int]]  # the places where each value is used
-    cuts: Sequence[int] = ()  # places in `order` where the next layer begins
-    end: int = 0  # the place after the last use of the last layer's parameters
+    Args:
+      depends: The dependence of the equations on layers.
+      latest: Cut at the last of several equally good places. They differ if a layer
+        ends or begins with equations that keep the size of the carry.
+      interleaved: Order the ends of a layer's towers, for example of two inputs, step
+        by step instead of tower by tower.
+    """
 
-    @classmethod
-    def create(
-        cls, depends: Depends, *, latest: bool, interleaved: bool = False
-    ) -> "Cuts":
-        """Orders the equations, and cuts between the layers.
-
-        Args:
-          depends: The dependence of the equations on layers.
-          latest: Cut at the last of several equally good places. They differ if a layer
-            ends or begins with equations that keep the size of the carry.
-          interleaved: Order the ends of a layer's towers, for example of two inputs,
-            step by step instead of tower by tower.
-        """
-        order, count = _ordered(depends), depends.count
-        order = _interleaved(depends, order) if interleaved else order
-        flat = depends.flat
-        uses = defaultdict[int, list[int]](list)
-        for place, n in enumerate(order):
-            for x in flat.eqns[n].numbers:
-                uses[x].append(place)
-        # Results of the loss are used after all equations.
-        for x in used_values(flat.outputs):
-            uses[x].append(len(order))
-        # The order is sorted by layer, so that each region is a range of places.
-        layers = [depends.last_layer(n) for n in order]
+    def __init__(self, depends: Depends, *, latest: bool, interleaved: bool = False):
+        self.depends, flat, count = depends, depends.flat, depends.count
+        # Positions of the equations, sorted by the last layer they depend on, from none
+        # to the last. A cast of all weights at the beginning of the model is thus
+        # ordered with its layer.
+        order = _ordered(depends)
+        self.order = _interleaved(depends, order) if interleaved else order
+        # The places where each value is used. Results of the loss are used after all
+        # equations.
+        self.uses = defaultdict[int, list[int]](list)
+        operands = [*(flat.eqns[n].numbers for n in self.order)]
+        for place, values in enumerate([*operands, used_values(flat.outputs)]):
+            for x in values:
+                self.uses[x].append(place)
+        # Places in `order` of the equations that depend on each layer and on no later
+        # one. Region -1 depends on no layer, the region after the last layer only on
+        # parameters of several layers.
+        layers = [depends.last_layer(n) for n in self.order]
         stops = [bisect.bisect_right(layers, n) for n in range(-2, count + 1)]
-        regions = {n: range(*stops[n + 1 : n + 3]) for n in range(-1, count + 1)}
-        uncut = cls(depends, order, regions, uses)
-        uncut._check_single_use()
-        uncut = dataclasses.replace(uncut, end=uncut.used_until(count - 1))
-        cuts = [uncut._cheapest(layer, latest) for layer in range(max(1, count - 2))]
+        self.regions = {n: range(*stops[n + 1 : n + 3]) for n in range(-1, count + 1)}
+        self._check_single_use()
+        # The place after the last use of the last layer's parameters.
+        self.end = self.used_until(count - 1)
+        # Places in `order` where the next layer begins.
+        self.cuts = [self._cheapest(n, latest) for n in range(max(1, count - 2))]
         # With two layers there is no earlier cut to follow.
         if count > 2:
-            cuts.append(uncut._last(cuts[-1], latest))
-        return dataclasses.replace(uncut, cuts=cuts)
+            self.cuts.append(self._last(self.cuts[-1], latest))
 
     def used_until(self, layer: int) -> int:
         """The place after the last use of a layer's parameters, in its region."""
@@ -127,21 +114,16 @@ class Cuts:
                 for x in self.results_at(self.regions[-1])
                 if until(x) < region.stop and min(self.uses[x], default=first) < first
             ]
-        alive = {x: nbytes(flat.avals[x]) for x in values if until(x) >= first}
-        total = sum(alive.values())
-        best, at = total, first
-        # Each place adds its results and frees operands that no later layer uses.
+        # A value is alive from the place after its equation to its last use.
+        alive = [(first, x) for x in values]
         for place in range(first, region.stop):
-            for x in self.results_at([place]):
-                if until(x) > place:
-                    alive[x] = nbytes(flat.avals[x])
-                    total += alive[x]
-            for x in alive.keys() & set(flat.eqns[self.order[place]].numbers):
-                if until(x) == place:
-                    total -= alive.pop(x)
-            if total < best or (latest and total == best):
-                best, at = total, place + 1
-        return at
+            alive += [(place + 1, x) for x in self.results_at([place])]
+        spans = [(start, until(x), nbytes(flat.avals[x])) for start, x in alive]
+        live = lambda at: sum(
+            size for start, stop, size in spans if start <= at <= stop
+        )
+        places = range(first, region.stop + 1)
+        return min(reversed(places) if latest else places, key=live)
 
 
 def _ordered(depends: Depends) -> list[int]:
@@ -161,7 +143,7 @@ def _ordered(depends: Depends) -> list[int]:
     for n in live:
         layer, pure = depends.last_layer(n), depends.is_pure(n)
         operands = depends.flat.eqns[n].numbers
-        sources = {depends.source.get(x) for x in operands}
+        sources = {depends.flat.source.get(x) for x in operands}
         earlier = [keys[m] for m in sources if m in keys]
         same = [key for at, mixed, key in earlier if at == layer and mixed]
         after = later.get(layer)
@@ -193,8 +175,8 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> list[int]:
             ends.add(n)
     steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
-        numbers = (x for x in eqns[n].numbers if x in depends.source)
-        sources = {depends.source[x] for x in numbers} & ends
+        numbers = (x for x in eqns[n].numbers if x in depends.flat.source)
+        sources = {depends.flat.source[x] for x in numbers} & ends
         same = (m for m in sources if depends.last_layer(m) == depends.last_layer(n))
         steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
     return sorted(order, key=lambda n: (depends.last_layer(n), steps[n]))

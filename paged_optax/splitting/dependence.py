@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.analysis.program import Equation
 
 # Installed packages that models are built with. Errors point to the user's own line.
 _LIBRARIES = re.compile(
@@ -23,7 +23,8 @@ def source_line(eqn: Equation, nearby: Iterable[Equation] = ()) -> str:
     equations.
     """
     eqn = next((e for e in (eqn, *nearby) if e.line), eqn)
-    where, traced = eqn.where, eqn.traced
+    where = eqn.line or f"a `{eqn.primitive.name}` of no known line"
+    traced = eqn.traced
     traceback = traced and traced.source_info.traceback
     if not traceback or not _LIBRARIES.search(where):
         return where
@@ -44,8 +45,7 @@ class Depends:
     """Layers and parameters that each value of a loss depends on."""
 
     flat: Flat
-    live: tuple[int, ...]  # positions of the equations that the loss needs
-    source: Mapping[int, int]  # position of the equation that computes each value
+    live: Sequence[int]  # positions of the equations that the loss needs
     layer: Mapping[int, int]  # of each parameter, in the order of computation
     count: int  # number of layers
     # The last layer that each value depends on, of all values that depend on
@@ -59,43 +59,55 @@ class Depends:
 
     @classmethod
     def create(
-        cls, flat: Flat, weights: Sequence[int], members: Sequence[Sequence[int]]
+        cls, flat: Flat, weights: Iterable[int], members: Sequence[Iterable[int]]
     ) -> "Depends":
         """Follows the parameters `weights`, with each layer's `members`."""
-        source = find_sources(flat)
-        live = live_equations(flat, source)
+        live, count = flat.needed(flat.outputs), len(members)
         param_index = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
-        rest = set(weights) - set(param_index)
-        pure, first = _pure(flat, live, param_index, set(flat.constants), rest)
-        # Layers are ordered by their first use, whatever their numbers.
-        order = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
-        if missing := sorted(set(range(len(members))) - set(order)):
-            raise _unused(flat, live, pure, missing[0])
-        layer = {leaf: order[n] for leaf, n in param_index.items()}
-        pure = {x: frozenset(order[n] for n in layers) for x, layers in pure.items()}
-        after = {x: -1 for x in weights} | layer
+        pure = dict.fromkeys(flat.constants, frozenset[int]())
+        pure |= {leaf: frozenset([n]) for leaf, n in param_index.items()}
+        # A scalar of other parameters counts as a constant if a layer's scalar is added
+        # to it: a sum of all norms may begin with an embedding's.
+        remaining = set(weights) - set(param_index)
+        after = dict.fromkeys(remaining, -1)
+        order: dict[int, int] = {}  # of the layers by first use, whatever their numbers
+        last = lambda layers: order[min(layers)] if len(layers) == 1 else count
         for n in live:
-            outputs = flat.eqns[n].outputs
-            layers = [after[x] for x in flat.eqns[n].numbers if x in after]
-            # A value of several layers' parameters alone belongs to no layer.
-            if len(pure.get(outputs[0], ())) > 1:
-                layers = [len(members)]
-            if layers:
-                after |= dict.fromkeys(outputs, max(layers))
-        _sink(flat, live, pure, layer, after, len(members))
-        return cls(flat, live, source, layer, len(members), after, pure)
+            operands, results = flat.eqns[n].numbers, flat.eqns[n].outputs
+            layers = [pure[x] for x in operands if pure.get(x)]
+            others = remaining.intersection(operands)
+            if all(x in pure or x in others for x in operands):
+                if others and not layers:
+                    remaining.update(results)
+                elif not others or all(flat.size(x) == 1 for x in (*others, *results)):
+                    union = frozenset[int]().union(*layers)
+                    pure.update(dict.fromkeys(results, union))
+                    continue
+            # A layer is first used where its parameters meet other values.
+            for item in layers:
+                if len(item) == 1:
+                    order.setdefault(min(item), len(order))
+            earlier = [after[x] for x in operands if x in after]
+            if learned := [*earlier, *map(last, layers)]:
+                after.update(dict.fromkeys(results, max(learned)))
+        pure = {x: layers for x, layers in pure.items() if layers}
+        for n in range(count):
+            if n not in order:
+                raise _unused(flat, live, pure, n)
+        after |= {x: last(layers) for x, layers in pure.items()}
+        pure = {x: frozenset(map(order.__getitem__, y)) for x, y in pure.items()}
+        layer = {leaf: order[n] for leaf, n in param_index.items()}
+        _sink(flat, live, pure, layer, after, count)
+        return cls(flat, live, layer, count, after, pure)
 
     @functools.cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
         """Equations that combine a layer's parameters with other values, by layer."""
-        users: dict[int, set[int]] = {
-            iteration: set() for iteration in range(self.count)
+        mixed = {n: self.uses(n) for n in self.live if not self.is_pure(n)}
+        return {
+            layer: frozenset(n for n, layers in mixed.items() if layer in layers)
+            for layer in range(self.count)
         }
-        for n in self.live:
-            if not self.is_pure(n):
-                for iteration in self.uses(n):
-                    users[iteration].add(n)
-        return {iteration: frozenset(eqns) for iteration, eqns in users.items()}
 
     def is_learned(self, n: int) -> bool:
         """True if an equation depends on parameters."""
@@ -103,7 +115,7 @@ class Depends:
 
     def is_pure(self, n: int) -> bool:
         """True if an equation depends only on parameters of layers."""
-        return bool(self.pure.get(self.flat.eqns[n].outputs[0]))
+        return self.flat.eqns[n].outputs[0] in self.pure
 
     def last_layer(self, n: int) -> int:
         """The last layer that an equation depends on; -1 for none."""
@@ -121,29 +133,12 @@ class Depends:
         return source_line(eqns[n], (eqns[m] for m in nearest))
 
 
-def used_values(operands: Sequence[Operand]) -> list[int]:
-    """Values among operands, without constants."""
-    return [x for x in operands if not isinstance(x, Constant)]
-
-
-def get_aval(flat: Flat, x: Operand) -> tuple[tuple[int, ...], str]:
-    """An operand's shape and dtype."""
-    if isinstance(x, Constant):
-        return flat.shape(x), str(x.key[2])
-    return flat.avals[x].shape, str(flat.avals[x].dtype)
-
-
-def find_sources(flat: Flat) -> dict[int, int]:
-    """Maps each value to the position of the equation that computes it."""
-    return {x: n for n, e in enumerate(flat.eqns) for x in e.outputs}
-
-
 def _unused(
     flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
 ) -> SplitError:
     """The error for a layer whose parameters meet no other value."""
     for n in live:
-        layers = pure.get(flat.eqns[n].outputs[0], frozenset())
+        layers = pure.get(flat.eqns[n].outputs[0], ())
         if layer in layers and len(layers) > 1:
             return SplitError(
                 f"the parameters of several layers are put together at"
@@ -155,52 +150,6 @@ def _unused(
         f"the loss does not use layer {layer}. Remove it from the parameters, or name"
         " other layers with layers=."
     )
-
-
-def live_equations(flat: Flat, source: Mapping[int, int]) -> tuple[int, ...]:
-    """Positions of the equations that the outputs depend on."""
-    needed: set[int] = set()
-    stack = used_values(flat.outputs)
-    while stack:
-        n = source.get(stack.pop())
-        if n is not None and n not in needed:
-            needed.add(n)
-            stack += flat.eqns[n].numbers
-    return tuple(sorted(needed))
-
-
-def _pure(
-    flat: Flat,
-    live: Sequence[int],
-    param_index: Mapping[int, int],
-    constants: set[int],
-    rest: set[int],
-) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-    """Returns values that depend only on layers' parameters, and each first use."""
-    # A scalar of other parameters counts as a constant if a layer's scalar is added to
-    # it: a sum of all norms may begin with an embedding's.
-    remaining, single = set(rest), lambda x: flat.size(x) == 1
-    pure: dict[int, frozenset[int]] = dict.fromkeys(constants, frozenset())
-    pure |= {leaf: frozenset([n]) for leaf, n in param_index.items()}
-    first: dict[int, int] = {}
-    for n in live:
-        eqn = flat.eqns[n]
-        operands = eqn.numbers
-        find_layers = [pure.get(x) for x in operands]
-        if all(x in pure or x in remaining for x in operands):
-            scalars = remaining.intersection(operands)
-            union = frozenset[int]().union(*(x for x in find_layers if x is not None))
-            if scalars and not union:
-                remaining.update(eqn.outputs)
-                continue
-            if not scalars or all(map(single, (*scalars, *eqn.outputs))):
-                pure.update(dict.fromkeys(eqn.outputs, union))
-                continue
-        # A layer is first used where its parameters meet other values.
-        for item in find_layers:
-            if item and len(item) == 1:
-                first.setdefault(next(iter(item)), n)
-    return {x: layers for x, layers in pure.items() if layers}, first
 
 
 def _sink(
@@ -219,7 +168,7 @@ def _sink(
         operands, results = flat.eqns[n].numbers, flat.eqns[n].outputs
         small = all(flat.size(x) == 1 and x not in layer for x in (*operands, *results))
         late = not users.isdisjoint(results) and early.isdisjoint(results)
-        if pure.get(results[0]) and small and late:
+        if results[0] in pure and small and late:
             after |= dict.fromkeys(results, count)
         users.update(operands)
         if after.get(results[0]) != count:

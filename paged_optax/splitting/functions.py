@@ -1,36 +1,33 @@
 """Prologue, layer and epilogue of a split loss, called by a layerwise step."""
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.analysis.program import Operand
+from paged_optax.analysis.program import Constant, NumberedProgram, Operand
 from paged_optax.backend.types import shape_dtype
-from paged_optax.splitting.dependence import find_sources, get_aval
-from paged_optax.splitting.numbered import Stack, split_names
-from paged_optax.splitting.pieces import (
+from paged_optax.splitting.assembly import (
     Carried,
-    Fixed,
-    FromCarry,
     FromTable,
+    Kept,
     LayerKind,
     Pieces,
     Seen,
     Weight,
 )
+from paged_optax.splitting.numbered import Stack
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
-
-#: Equations outside the layers, called with values by number.
-_Part = Callable[[Mapping[int, ArrayLike]], list[ArrayLike]]
+from paged_optax.splitting.stacking import Stacking, unnested
 
 
 @jax.tree_util.register_static
@@ -38,25 +35,27 @@ _Part = Callable[[Mapping[int, ArrayLike]], list[ArrayLike]]
 class Functions:
     """Prologue, layer and epilogue of one trace of a loss."""
 
-    pieces: Pieces
-    before: _Part  # the first layer's input, and the values that all layers read
-    after: _Part  # the results of the loss
+    split: SplitLoss
 
-    @classmethod
-    def create(cls, pieces: Pieces) -> "Functions":
-        """Collects the equations of the prologue and of the epilogue."""
-        flat = pieces.flat
-        # In the order in which `prologue` reads the results.
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of the trace."""
+        return self.split.pieces
+
+    @functools.cached_property
+    def before(self) -> NumberedProgram:
+        """Computes the first layer's input, and the values that all layers read."""
+        pieces = self.pieces
         tables = ([x] if isinstance(x, Operand) else x for x in pieces.tables)
         rows = (x for table in tables for x in table)
         results = [x for x in (*pieces.initial, *pieces.seen, *rows) if x is not None]
+        return pieces.flat.program(results, lambda x: x not in pieces.inside)
 
-        def part(results: Sequence[Operand], within: Callable[[int], bool]) -> _Part:
-            program, args = flat.program(results, within, find_sources(flat), ())
-            return lambda values: program([values[x] for x in args])
-
-        before = part(results, lambda x: x not in pieces.inside)
-        return cls(pieces, before, part(flat.outputs, lambda x: x not in pieces.after))
+    @functools.cached_property
+    def results(self) -> NumberedProgram:
+        """Computes the results of the loss."""
+        flat, after = self.pieces.flat, self.pieces.after
+        return flat.program(flat.outputs, lambda x: x not in after)
 
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
         """Computes the first layer's input, and the values that all layers read.
@@ -65,33 +64,28 @@ class Functions:
         batch.
         """
         pieces = self.pieces
-        results = iter(self.before({**numbered, **pieces.flat.constants}))
+        values = self.before({**numbered, **pieces.flat.constants})
         x = [
             # A slot without a value before the first layer.
-            jnp.zeros(aval.shape, aval.dtype)
-            if operand is None
-            else _array(next(results), aval.dtype)
+            _zeros(aval) if operand is None else _array(values[operand], aval.dtype)
             for operand, aval in zip(pieces.initial, pieces.carried, strict=True)
         ]
-        seen = {str(value): jnp.asarray(next(results)) for value in pieces.seen}
+        seen = {str(value): jnp.asarray(values[value]) for value in pieces.seen}
         tables = [
-            jnp.asarray(next(results))
+            jnp.asarray(values[table])
             if isinstance(table, Operand)
-            else self._table(table, results)
+            else self._table(table, values)
             for table in pieces.tables
         ]
         return x, {"seen": seen, "tables": tables}
 
     def _table(
-        self, operands: Sequence[Operand | None], results: Iterator[ArrayLike]
+        self, operands: Sequence[Operand | None], values: Mapping[Operand, ArrayLike]
     ) -> Array:
-        rows = [None if x is None else next(results) for x in operands]
         # Layers that need no row get any row, because rows are stacked.
-        like = next(row for row in rows if row is not None)
-        rows = [like if row is None else row for row in rows]
-        _, dtype = next(
-            get_aval(self.pieces.flat, x) for x in operands if x is not None
-        )
+        like = next(x for x in operands if x is not None)
+        rows = [values[like if x is None else x] for x in operands]
+        _, dtype = self.pieces.flat.aval(like)
         if any(isinstance(row, Array) for row in rows):
             return jnp.stack([_array(row, dtype) for row in rows])
         return jnp.asarray(np.asarray(rows, dtype))
@@ -134,44 +128,45 @@ class Functions:
                     args += unnested(weights[is_frozen], [names])
                 case Carried(slot):
                     args.append(x[slot])
-                case Fixed(value):
-                    args.append(value)
                 case FromTable(table):
                     rows = context["tables"][table]
                     args.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
+                case Seen(Constant() as constant):
+                    args.append(constant.value)
                 case Seen(value):
                     known = value in constants
                     args.append(
                         constants[value] if known else context["seen"][str(value)]
                     )
         results = kind.program(args)
-        carried = [
-            old if n is None else jnp.asarray(results[n])
-            for old, n in zip(x, kind.carried, strict=True)
-        ]
+        carried, result = kind.carried, lambda n: jnp.asarray(results[n])
+        x = [result(carried[k]) if k in carried else old for k, old in enumerate(x)]
         kept = [
             # Kept values are stacked, so that each layer needs a row.
-            jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
-            for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
+            result(kind.kept[k]) if k in kind.kept else _zeros(aval)
+            for k, aval in enumerate(self.pieces.kept)
         ]
-        return carried, kept
+        return x, kept
 
     def epilogue(
         self,
         numbered: Mapping[int, ArrayLike],
         x: Sequence[Array],
         kept: Sequence[Array],
-    ) -> list[ArrayLike]:
-        """Computes the leaves of the loss's result; `kept` has all layers' values."""
-        from_layers: dict[int, ArrayLike] = {}
-        for value, where in self.pieces.after.items():
-            if isinstance(where, FromCarry):
-                from_layers[value] = x[where.slot]
-            elif where.layer is None:
-                from_layers[value] = kept[where.number]
-            else:
-                from_layers[value] = kept[where.number][where.layer]
-        return self.after({**numbered, **self.pieces.flat.constants, **from_layers})
+    ) -> PyTree:
+        """Computes the result of the loss; `kept` has all layers' values."""
+        values = {**numbered, **self.pieces.flat.constants}
+        for value, role in self.pieces.after.items():
+            match role:
+                case Carried(slot):
+                    values[value] = x[slot]
+                case Kept(number, None):
+                    values[value] = kept[number]
+                case Kept(number, layer):
+                    values[value] = kept[number][layer]
+        results = self.results(values)
+        leaves = [results[x] for x in self.pieces.flat.outputs]
+        return jax.tree.unflatten(self.split.output, leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,15 +178,15 @@ class SplitFunctions:
     split: SplitLoss  # for the first batch. All other batches have its stacks
     # Split losses by jaxpr. JAX caches jaxprs by everything that a trace depends on:
     # weak types, the ambient mesh, the matmul precision.
-    cache: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
+    cache: MutableMapping[core.ClosedJaxpr, Functions]
 
     @classmethod
     def create(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
         """Splits a loss for a first batch, which determines the layers."""
         batch = jax.tree.map(shape_dtype, batch)
         jaxpr, split = loss.traced(batch).jaxpr, loss.split(batch)
-        results = split, Functions.create(split.pieces)
-        return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
+        cache = weakref.WeakKeyDictionary({jaxpr: Functions(split)})
+        return cls(loss, batch, split, cache)
 
     def for_types(
         self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
@@ -210,25 +205,22 @@ class SplitFunctions:
         tree = self.loss.frozen if frozen else self.loss.params
         # In the trace the frozen parameters follow the others.
         first = len(jax.tree.leaves(self.loss.params)) if frozen else 0
+        layers = self.split.layers
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
-            for (is_frozen, names), stack in self.split.layers.stacks.items()
+            for (is_frozen, names), stack in layers.stacks.items()
             if is_frozen == frozen
         }
-        stacked = {n for stack in stacks.values() for n in stack.leaves}
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        names = enumerate(split_names([path for path, _ in leaves]))
-        return Stacking(
-            "frozen" if frozen else "params",
-            jax.tree.structure(tree),
-            leaf_shapes(tree),
-            stacks,
-            {name: n for n, name in names if n not in stacked},
-        )
+        rest = {
+            names: n - first
+            for n, (is_frozen, names) in enumerate(self.loss.leaves)
+            if is_frozen == frozen and n not in layers.leaves
+        }
+        return Stacking("frozen" if frozen else "params", tree, stacks, rest)
 
     def prologue(self, rest: PyTree, *remaining: PyTree) -> tuple[list[Array], PyTree]:
         """Computes the first layer's input, and the values that all layers read."""
-        _, functions = self._of(remaining[-1])
+        functions = self._of(remaining[-1])
         x, context = functions.prologue(self._numbered(rest, remaining))
         # A layer has no batch as an argument to choose its functions by.
         return x, (functions, context)
@@ -244,11 +236,9 @@ class SplitFunctions:
         """Computes the result of the loss."""
         *frozen, x, kept, batch = remaining
         numbers = self._numbered(rest, (*frozen, batch))
-        split, functions = self._of(batch)
-        results = functions.epilogue(numbers, x, kept)
-        return jax.tree.unflatten(split.output, results)
+        return self._of(batch).epilogue(numbers, x, kept)
 
-    def _of(self, batch: PyTree) -> tuple[SplitLoss, Functions]:
+    def _of(self, batch: PyTree) -> Functions:
         """Splits the loss for a batch of these types, or reads it from the cache."""
         batch = jax.tree.map(shape_dtype, batch)
         try:
@@ -264,8 +254,7 @@ class SplitFunctions:
                 " micro-batches from the leading axis of each leaf."
             ) from error
         if jaxpr not in self.cache:
-            split = self.loss.split(batch, self.split.layers)
-            self.cache[jaxpr] = split, Functions.create(split.pieces)
+            self.cache[jaxpr] = Functions(self.loss.split(batch, self.split.layers))
         return self.cache[jaxpr]
 
     def _numbered(
@@ -285,7 +274,7 @@ class SplitFunctions:
         # In the order of the trace's arguments.
         numbers: dict[int, ArrayLike] = {}
         first = 0
-        for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
+        for is_frozen, tree in zip((False, True), (rest, *frozen), strict=False):
             stacking = self.stacking(frozen=is_frozen)
             leaves = unnested(tree, [("rest", *names) for names in stacking.rest])
             places = (first + n for n in stacking.rest.values())
@@ -298,3 +287,7 @@ class SplitFunctions:
 def _array(x: ArrayLike, dtype: DTypeLike) -> Array:
     """Converts a literal to an array of its traced dtype."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
+
+
+def _zeros(aval: ShapedArray) -> Array:
+    return jnp.zeros(aval.shape, aval.dtype)

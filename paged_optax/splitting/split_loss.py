@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,21 +10,15 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.analysis.flat import Flat, effectful
+from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import check_loss
-from paged_optax.splitting.assembly import assembled
+from paged_optax.layerwise.loss import check_loss, loss_and_metrics
+from paged_optax.splitting.assembly import Pieces, assembled
 from paged_optax.splitting.cuts import Cuts
-from paged_optax.splitting.dependence import (
-    Depends,
-    SplitError,
-    source_line,
-    used_values,
-)
-from paged_optax.splitting.frozen_state import warn_of_lost_state
-from paged_optax.splitting.indexed import by_layer, slices
+from paged_optax.splitting.dependence import Depends, SplitError, source_line
+from paged_optax.splitting.lost_state import warn_of_lost_state
 from paged_optax.splitting.numbered import (
     Candidate,
     Names,
@@ -32,9 +27,7 @@ from paged_optax.splitting.numbered import (
     numbered,
     split_names,
 )
-from paged_optax.splitting.pieces import Pieces
-from paged_optax.splitting.scans import scanned_pieces, scans
-from paged_optax.splitting.stages import Stages
+from paged_optax.splitting.scans import by_layer, indexed, scanned_pieces, scans
 from paged_optax.transform.context import without
 
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
@@ -61,7 +54,7 @@ class Loss:
     params: PyTree
     frozen: PyTree | None  # None if the loss has no frozen parameters
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[tuple[bool, Names]]:
         """Whether each parameter is frozen, and its names."""
         flat = jax.tree_util.tree_leaves_with_path
@@ -71,11 +64,6 @@ class Loss:
             for names in split_names([path for path, _ in flat(tree)])
         ]
 
-    @property
-    def lists(self) -> list[Candidate]:
-        """Numbered layers among the parameters."""
-        return numbered(self.leaves, jax.tree.leaves((self.params, self.frozen)))
-
     def traced(self, batch: PyTree[jax.ShapeDtypeStruct]) -> jax.stages.Traced:
         """JAX's trace; its jaxpr is cached for equal types, mesh and settings."""
         frozen = () if self.frozen is None else (self.frozen,)
@@ -83,12 +71,6 @@ class Loss:
             with without(), without_explicit_axes():
                 return self.function.trace(self.params, *frozen, batch)
         except Exception as error:
-            swapped = dataclasses.replace(self, params=batch).lists and not self.lists
-            if swapped and nbytes(batch) > nbytes(self.params):
-                raise TypeError(
-                    "params has no layers, and batch has. Parameters precede the batch:"
-                    " split_layers(loss, params, batch)."
-                ) from error
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 error.add_note(
                     "split_layers traces loss without the explicit axes of the ambient"
@@ -110,19 +92,29 @@ class Loss:
         traced = self.traced(batch)
         closed, shapes = traced.jaxpr, traced.out_info
         check_loss("loss", shapes)
-        _check_effects(closed.jaxpr)
+        for eqn in effectful(closed.jaxpr):
+            where = source_line(Equation(eqn.primitive, (), (), (), eqn))
+            raise SplitError(
+                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
+                " print, a callback or a check would run twice for each layer, or not"
+                " at all. Leave it out of the training loss."
+            )
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
-        lists, leaves = self.lists, self.leaves
-        inlined = Flat(closed, derivatives=False)
-        warn_of_lost_state(inlined, len(jax.tree.leaves(self.params)), self.frozen)
-        known = [*scans(flat, leaves), *slices(inlined, leaves, lists), *lists]
+        inlined, leaves = Flat(closed, derivatives=False), self.leaves
+        args = ("params", self.params), ("frozen", self.frozen), ("batch", batch)
+        losses = len(jax.tree.leaves(loss_and_metrics(shapes)[0]))
+        warn_of_lost_state(inlined, args, losses)
+        lists = numbered(leaves, flat.avals)
+        known = [*scans(flat, leaves), *indexed(inlined, leaves, lists), *lists]
         known.sort(key=lambda x: -x.nbytes(flat.avals))
         candidates = self._named(known)
         if first is not None:
             same = [x for x in candidates if x.stacks == first.stacks and x.scan]
             candidates = same or ([first] if not first.scan else candidates)
         refused: list[tuple[Candidate, SplitError]] = []
-        for candidate in candidates:
+        # A frozen model of the same structure, whose output the loss uses, has layers
+        # of the same names outside of the trained ones.
+        for candidate in (y for x in candidates for y in (x, *x.parts()[:1])):
             try:
                 layers, pieces = _split(closed, flat, len(leaves), candidate)
                 if first is not None:
@@ -132,11 +124,16 @@ class Loss:
                 continue
             # Layers without parameters in common with these stay whole.
             used, others = layers.leaves, list[Candidate]()
-            for other in (*known, *candidate.parts()):
+            same = [x for x in known if x.shown == layers.shown]
+            for other in (*known, *(y for x in same for y in x.parts())):
                 if used.isdisjoint(other.leaves):
                     others.append(other)
                     used |= other.leaves
-            refused = [x for x in refused if not x[0].guess]
+            refused = [
+                (x, error)
+                for x, error in refused
+                if not x.guess and x.shown != layers.shown
+            ]
             output = jax.tree.structure(shapes)
             return SplitLoss(layers, pieces, output, others, refused)
         # Errors of layers that are not guesses are more useful.
@@ -178,46 +175,24 @@ def _split(
         )
     if layers.scan is not None:
         return layers, scanned_pieces(flat, layers)
-    try:
-        return _cut(closed, flat, count, layers)
-    except SplitError:
-        # A frozen model of the same structure, whose output the loss uses, has layers
-        # of the same names outside of these.
-        for trained in layers.parts()[:1]:
-            with contextlib.suppress(SplitError):
-                return _cut(closed, flat, count, trained)
-        raise
-
-
-def _cut(
-    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Candidate
-) -> tuple[Candidate, Pieces]:
     if any(e.primitive.name == "remat2" for e in flat.eqns):
         flat = _constants_first(_WithoutCheckpoints(closed, layers))
-    indexed = any(stack.axis is not None for stack in layers.stacks.values())
-    if indexed:
+    members, is_stacked = layers.members, layers.length > len(layers.members)
+    if is_stacked:
         flat, members = by_layer(flat, layers)
-    else:
-        leaves = {name: stack.leaves for name, stack in layers.stacks.items()}
-        members = [
-            {name: item[n] for name, item in leaves.items()}
-            for n in range(layers.length)
-        ]
     names = {n: name for item in members for name, n in item.items()}
-    weights = sorted({*range(count), *names})
-    depends = Depends.create(flat, weights, [list(x.values()) for x in members])
-    indices = [depends.layer[min(x.values())] for x in members]
-    order = sorted(range(layers.length), key=lambda n: indices[n])
-    if not indexed:
+    weights = {*range(count), *names}
+    depends = Depends.create(flat, weights, [x.values() for x in members])
+    layer_of = lambda n: depends.layer[next(iter(members[n].values()))]
+    order = sorted(range(layers.length), key=layer_of)
+    if not is_stacked:
         stacks = {
             name: Stack(tuple(stack.leaves[n] for n in order))
             for name, stack in layers.stacks.items()
         }
         layers = dataclasses.replace(layers, stacks=stacks)
     cut = lambda latest, interleaved=False: assembled(
-        Stages.from_cuts(
-            Cuts.create(depends, latest=latest, interleaved=interleaved), names
-        )
+        Cuts(depends, latest=latest, interleaved=interleaved), names
     )
     # If a layer ends or begins with equations that keep the size of the carry, several
     # cuts are equally good. The cut with the fewest kinds of layers wins.
@@ -227,7 +202,7 @@ def _cut(
         for latest in (True, False):
             with contextlib.suppress(SplitError):
                 cuts.append(cut(latest, interleaved=True))
-    if indexed and order != sorted(order):
+    if is_stacked and order != sorted(order):
         raise SplitError(
             f"the layers of {layers.name or 'all parameters'} are computed in the order"
             f" {order} of their numbers. Stack them once, outside the loss, in the"
@@ -241,24 +216,20 @@ class _WithoutCheckpoints(Flat):
     """A loss without checkpoints around layers, which a step rematerializes anyway."""
 
     def __init__(self, closed: core.ClosedJaxpr, layers: Candidate):
-        leaves = [stack.leaves for stack in layers.stacks.values()]
-        self.layers = [set(layer) for layer in zip(*leaves, strict=True)]
-        self.source: dict[int, Equation] = {}
+        self.layers = [{*item.values()} for item in layers.members]
         super().__init__(closed, checkpoints=False, derivatives=False)
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
             return super()._inlines(eqn, operands)
-        for e in self.eqns:
-            self.source.update(dict.fromkeys(e.outputs, e))
         leaves = set(map(self._leaf, used_values(operands)))
         # The checkpoint reads most parameters of a layer.
         return any(2 * len(layer & leaves) > len(layer) for layer in self.layers)
 
     def _leaf(self, x: int) -> int:
         """The only value that a value is computed from, such as a parameter."""
-        while x in self.source and len(self.source[x].numbers) == 1:
-            (x,) = self.source[x].numbers
+        while x in self.source and len(self.eqns[self.source[x]].numbers) == 1:
+            (x,) = self.eqns[self.source[x]].numbers
         return x
 
 
@@ -287,17 +258,3 @@ def _check_same_stacks(first: Candidate, layers: Candidate) -> None:
         " determines the stacks. Call split_layers with such a batch for a second"
         " model, and stack parameters with that model; or use the layers in one order."
     )
-
-
-def _check_effects(jaxpr: core.Jaxpr) -> None:
-    for eqn in jaxpr.eqns:
-        if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            # The message names the equation within a scan or a call.
-            for inner in core.jaxprs_in_params(eqn.params):
-                _check_effects(inner)
-            where = source_line(Equation(eqn.primitive, (), (), (), eqn))
-            raise SplitError(
-                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
-                " print, a callback or a check would run twice for each layer, or not"
-                " at all. Leave it out of the training loss."
-            )

@@ -1,14 +1,13 @@
 """Assigns each equation of a loss to a layer."""
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paged_optax.analysis.program import Constant, Operand
+from paged_optax.analysis.program import Constant, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.cuts import Cuts
-from paged_optax.splitting.dependence import SplitError, get_aval, used_values
+from paged_optax.splitting.dependence import SplitError
 from paged_optax.splitting.numbered import Member
 
 # Values from before the layers of at most this many bytes are not computed in layers.
@@ -17,24 +16,17 @@ _SMALL = 4096
 _CHOICES = 64
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stages:
-    """The equations of each layer."""
+def find_stages(cuts: Cuts, members: Mapping[int, Member]) -> dict[int, int]:
+    """Returns the layer of each equation: -1 before all layers, their number after.
 
-    cuts: Cuts
-    members: Mapping[int, Member]  # the name of each parameter within its layer
-    # The layer of each equation: -1 before all layers, the number of layers after.
-    of: Mapping[int, int]
-
-    @classmethod
-    def from_cuts(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
-        """Searches the first and the last layer, which have one cut, and all others."""
-        depends = cuts.depends
-        of = {n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order}
-        for layer, piece in enumerate(_Search(cuts, members).pieces()):
-            of.update(dict.fromkeys(piece, layer))
-        _check_location(cuts, of)
-        return cls(cuts, members, _with_preceding(cuts, of))
+    `members` has the name of each parameter within its layer.
+    """
+    depends = cuts.depends
+    of = {n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order}
+    for layer, piece in enumerate(_Search(cuts, members).pieces()):
+        of.update(dict.fromkeys(piece, layer))
+    _check_location(cuts, of)
+    return _with_preceding(cuts, of)
 
 
 class _Search:
@@ -73,23 +65,18 @@ class _Search:
         free: Callable[[int], bool],
         among: Mapping[int, int] | None = None,
     ) -> dict[int, tuple[int, list[int]]]:
-        """Numbers computations, and lists the operands that these include.
+        """Numbers the computations of a layer, and lists the operands within.
 
         Equal computations of parameters of the same names, and of any values of equal
-        types, have one number.
-
-        Args:
-          eqns: The equations.
-          layer: The layer whose parameters they may read.
-          free: True for values that may come from outside.
-          among: How often each number may occur; None for any.
+        types, have one number. Values that are `free` may come from outside, and
+        `among` has the number of occurrences of each number; None for any.
         """
         numbered: dict[int, tuple[int, list[int]]] = {}
         inner: dict[Operand, Hashable] = {}
-        left = None if among is None else collections.Counter(among)
+        left = collections.Counter(among)
 
         def meanings(x: Operand) -> Sequence[Hashable]:
-            aval = get_aval(self.flat, x)
+            aval = self.flat.aval(x)
             if isinstance(x, Constant):
                 # The first layer may read a literal where others read a value.
                 return [("constant", aval), aval]
@@ -101,20 +88,18 @@ class _Search:
 
         for n in eqns:
             eqn = self.flat.eqns[n]
-            types = tuple(get_aval(self.flat, x) for x in eqn.outputs)
+            types = tuple(map(self.flat.aval, eqn.outputs))
             choices = itertools.product(*map(meanings, eqn.inputs))
             for operands in itertools.islice(choices, _CHOICES):
                 key = eqn.primitive, eqn.params, operands, types
                 index = self.numbers.setdefault(key, len(self.numbers))
-                if left is not None and not left[index]:
+                if among is not None and not left[index]:
                     continue
-                if left is not None:
-                    left[index] -= 1
+                left[index] -= 1
                 pairs = zip(eqn.inputs, operands, strict=True)
                 within = [x for x, how in pairs if inner.get(x) == how]
                 numbered[n] = index, used_values(within)
-                for k, x in enumerate(eqn.outputs):
-                    inner[x] = index, k
+                inner |= {x: (index, k) for k, x in enumerate(eqn.outputs)}
                 break
         return numbered
 
@@ -130,27 +115,26 @@ class _Search:
 
     def _first(self, templates: Sequence[Mapping[int, int]]) -> list[int] | None:
         """The first layer, equal to another layer; None without such equations."""
-        depends, cuts = self.depends, self.cuts
-        candidates = cuts.order[: cuts.cuts[0]]
+        depends, source = self.depends, self.flat.source
+        candidates = self.cuts.order[: self.cuts.cuts[0]]
         free = lambda x: depends.after.get(x, -1) < 0
         needed = {n for n in candidates if depends.last_layer(n) == 0}
-        carry = self._alive(self._between(0), cuts.end)
+        carry = self._alive(self._between(0), self.cuts.end)
         for template in templates:
             anywhere = dict.fromkeys(template, len(candidates))
             numbered = self._numbered(candidates, 0, free, anywhere)
             # Backward from the first cut: equations before the layers may be equal to
             # a layer's too.
-            piece, queue = (
-                set[int](),
-                [*needed, *(depends.source[x] for x in carry)],
-            )
+            piece, queue = set[int](), [*needed, *(source[x] for x in carry)]
             while queue:
                 n = queue.pop()
                 if n in numbered and n not in piece:
                     piece.add(n)
-                    queue += [depends.source[x] for x in numbered[n][1]]
+                    queue += [source[x] for x in numbered[n][1]]
             counts = collections.Counter(numbered[n][0] for n in piece)
-            if counts == template and needed <= piece and not self._is_shared(piece):
+            # Others may not use equations of the piece that precede the layers.
+            alone = all(self._users(n) <= piece for n in piece - needed)
+            if counts == template and needed <= piece and alone:
                 return [n for n in candidates if n in piece]
         return None
 
@@ -161,12 +145,8 @@ class _Search:
         produced = {x for n in candidates for x in self.flat.eqns[n].outputs}
         free = lambda x: x not in produced
         params = {x for x, n in depends.layer.items() if n == self.count - 1}
-        needed = {
-            n
-            for n in candidates
-            if len(depends.uses(n)) == 1
-            and not params.isdisjoint(self.flat.eqns[n].numbers)
-        }
+        reads = lambda n: not params.isdisjoint(self.flat.eqns[n].numbers)
+        needed = {n for n in candidates if reads(n) and len(depends.uses(n)) == 1}
         for template in templates:
             piece = self._numbered(candidates, self.count - 1, free, template)
             if len(piece) == sum(template.values()) and needed <= set(piece):
@@ -178,11 +158,6 @@ class _Search:
         order, uses = self.cuts.order, self.cuts.uses
         places = (x for y in self.flat.eqns[n].outputs for x in uses[y])
         return {order[place] if place < len(order) else -1 for place in places}
-
-    def _is_shared(self, piece: set[int]) -> bool:
-        """True if others use equations of a piece that precede the layers."""
-        early = (n for n in piece if self.depends.last_layer(n) < 0)
-        return any(not self._users(n) <= piece for n in early)
 
     def _from(self, start: int) -> list[int]:
         """The equations of the first layer, if it begins at this place."""
@@ -196,10 +171,8 @@ class _Search:
 
     def _between(self, layer: int) -> range:
         """Places from the cut before a layer, or the first use of one, to the next."""
-        cuts = self.cuts
-        return range(
-            cuts.cuts[layer - 1] if layer else cuts.regions[0].start, cuts.cuts[layer]
-        )
+        starts = [self.cuts.regions[0].start, *self.cuts.cuts]
+        return range(starts[layer], starts[layer + 1])
 
     def _alive(self, places: range, stop: int | None = None) -> list[int]:
         """Values computed at these places that are used afterwards, before `stop`."""
@@ -208,7 +181,7 @@ class _Search:
         return [x for x in values if self.cuts.until(x, stop) >= places.stop]
 
     def _types(self, values: Iterable[int]) -> list[str]:
-        return sorted(str(get_aval(self.flat, x)) for x in values)
+        return sorted(str(self.flat.aval(x)) for x in values)
 
     def _starts(self) -> list[int]:
         """Places where the first layer may begin, in reverse order."""
@@ -252,7 +225,7 @@ def _check_location(cuts: Cuts, of: Mapping[int, int]) -> None:
 
     def layer_of(x: int) -> int | None:
         """The layer of a parameter, or of a value as large as its parameters."""
-        layers, source = depends.pure.get(x, frozenset()), depends.source.get(x)
+        layers, source = depends.pure.get(x, frozenset()), flat.source.get(x)
         if source is not None:
             operands = map(flat.size, eqns[source].numbers)
             if not 1 < flat.size(x) >= max(operands, default=0):
@@ -290,8 +263,7 @@ def _with_preceding(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     depends = cuts.depends
     flat, eqns = depends.flat, depends.flat.eqns
     users = collections.defaultdict[int, set[int]](set)
-    for x in used_values(flat.outputs):
-        users[x].add(depends.count)
+    users.update((x, {depends.count}) for x in used_values(flat.outputs))
     only: dict[int, int] = {}
     # Backward: the layers that need each equation, and the layer if it is the only one.
     for n in reversed(depends.live):
@@ -309,13 +281,13 @@ def _with_preceding(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
-        eqn, operands = eqns[n], eqns[n].numbers
-        grows = size(eqn.outputs) > max(_SMALL, size(operands))
+        results, operands = eqns[n].outputs, eqns[n].numbers
+        grows = size(results) > max(_SMALL, size(operands))
         grows = grows and not depends.is_learned(n)
         stages[n] = -1
         if n in only and (grows or n in repeated or not inner.isdisjoint(operands)):
             stages[n] = only[n]
-            inner.update(eqn.outputs)
+            inner.update(results)
     return stages
 
 

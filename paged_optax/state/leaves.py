@@ -13,9 +13,11 @@ lead to a group of parameters; functions of one parameter accept a group of one 
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 import jax
-from jaxtyping import PyTree
+from jax import Array
+from jaxtyping import Int, PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
@@ -48,19 +50,12 @@ LeafKey = tuple[tuple[str, ...], str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-      node: The path of its Optax state.
-      field: The name of its field there: `"mu"`, `"count"`.
-      parameter: The path of its parameter; `()` outside the parameters' structure.
-      value: The array, or the arrays in which a codec stores it.
-    """
-
-    node: KeyPath
-    field: str
-    parameter: KeyPath
-    value: PyTree[ArrayOrShape]
+    node: KeyPath  # the path of its Optax state
+    field: str  # the name of its field there: `"mu"`, `"count"`
+    parameter: KeyPath  # `()` outside the parameters' structure
+    value: PyTree[ArrayOrShape]  # the array, or those in which a codec stores it
 
     @property
     def key(self) -> LeafKey:
@@ -166,21 +161,14 @@ def pageable(state_leaves: Iterable[StateLeaf]) -> list[bool]:
     state_leaves = list(state_leaves)
     moments = [x for x in state_leaves if x.is_moment]
     paged = [x for x in moments if on_host(x.value)]
-    params, fields = (
-        {x.parameter for x in paged},
-        {(x.node, x.field) for x in paged},
-    )
+    params = {x.parameter for x in paged}
+    fields = {(x.node, x.field) for x in paged}
     stay = {(x.node, x.field) for x in moments if x.parameter in params} - fields
     return [x.is_moment and (x.node, x.field) not in stay for x in state_leaves]
 
 
 class Parameters:
-    """Parameters, indexed by the paths of their groups.
-
-    Args:
-      paths: Key paths of the parameters.
-      where: The tree that has them, for messages.
-    """
+    """Parameters, indexed by the paths of their groups; `where` is for messages."""
 
     def __init__(self, paths: Iterable[KeyPath], where: str = "the state"):
         self._where = where
@@ -191,11 +179,7 @@ class Parameters:
                 self._groups.setdefault(names[:n], []).append(path)
 
     def group(self, path: Path) -> list[KeyPath]:
-        """Returns the parameters that a path leads to.
-
-        Raises:
-          ValueError: If there are none, or if a string matches several groups.
-        """
+        """Returns the parameters that a path leads to; raises if there are none."""
         if isinstance(path, tuple):
             group = self._groups.get(key_names(path), [])
         else:
@@ -211,23 +195,15 @@ class Parameters:
         )
 
     def one(self, path: Path) -> KeyPath:
-        """Returns the parameter that a path leads to.
-
-        Raises:
-          ValueError: If there is none, or several.
-        """
+        """Returns the parameter that a path leads to; raises if there are several."""
         group = self.group(path)
         if len(group) == 1:
             return group[0]
-        names = [path_name(x) for x in group]
-        label = [
-            repr(name) if names.count(name) == 1 else str(x)
-            for name, x in zip(names[:3], group, strict=False)
-        ]
-        label += ["..."] * (len(group) > 3)
+        names = ", ".join([repr(path_name(x)) for x in group[:3]])
+        more = ", ..." if len(group) > 3 else ""
         raise ValueError(
             f"path={path_name(path).strip('/')!r} leads to {len(group)} parameters"
-            f" ({', '.join(label)}): name one."
+            f" ({names}{more}): name one."
         )
 
     def _matching(self, path: str) -> list[KeyPath]:
@@ -262,3 +238,45 @@ def moments_within(state: PyTree, path: Path) -> list[StateLeaf]:
     state_leaves = state_leaves_of(state)
     inner = set(parameters_of(state_leaves).group(path))
     return [x for x in state_leaves if x.is_moment and x.parameter in inner]
+
+
+def read_step(
+    state_leaves: Iterable[StateLeaf], parameter: KeyPath
+) -> Int[Array, ""] | None:
+    """Returns the step count of a parameter, its own or a shared one, or None."""
+    counts = [leaf for leaf in state_leaves if leaf.is_count]
+    for leaf in counts:
+        if leaf.parameter == parameter != ():
+            return leaf.value
+    nodes = _nodes(state_leaves, parameter)
+    shared = [
+        leaf
+        for leaf in counts
+        if not leaf.parameter and (leaf.node in nodes or leaf.field == "count")
+    ]
+    # The count in the moments' state, or a schedule's in the same chain: each label of
+    # `optax.partition` has one.
+    near = lambda leaf: (leaf.node in nodes, _nearness(leaf.node, nodes))
+    return max(shared, key=near).value if shared else None
+
+
+def counted_by(state_leaves: Iterable[StateLeaf], count: StateLeaf) -> set[KeyPath]:
+    """Returns the parameters whose steps a count counts."""
+    if count.parameter:
+        return {count.parameter}
+    near = {
+        parameter: _nearness(count.node, _nodes(state_leaves, parameter))
+        for parameter in {leaf.parameter for leaf in state_leaves if leaf.is_moment}
+    }
+    return {x for x, common in near.items() if common == max(near.values())}
+
+
+def _nodes(state_leaves: Iterable[StateLeaf], parameter: KeyPath) -> set[KeyPath]:
+    return {x.node for x in state_leaves if x.is_moment and x.parameter == parameter}
+
+
+def _nearness(node: KeyPath, nodes: Iterable[KeyPath]) -> int:
+    """Returns the length of the longest prefix that a path shares with any other."""
+    equal = lambda keys: keys[0] == keys[1]
+    common = (takewhile(equal, zip(node, x, strict=False)) for x in nodes)
+    return max(len([*keys]) for keys in common)

@@ -1,4 +1,4 @@
-"""Moments of one parameter: read, replaced, initialized; and master weights."""
+"""Moments and step count of one parameter: read and edited; and master weights."""
 
 import functools
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, PyTree
+from jaxtyping import Float, Int, PyTree
 
 from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.memory import (
@@ -36,12 +36,14 @@ from paged_optax.state.leaves import (
     StateLeaf,
     pageable,
     parameters_of,
+    read_step,
     state_leaves_of,
 )
 from paged_optax.state.residency import moved_to
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.precision import current_master, wider
 from paged_optax.transform.remainders import get_master
+from paged_optax.transform.trees import leaf_paths
 
 
 def page_in(state: PyTree, path: Path) -> dict[str, PyTree[Array]]:
@@ -189,12 +191,8 @@ def init_param(tx: Transformation, state: PyTree, params: PyTree, path: Path) ->
     )
     new = {leaf.key: leaf.value for leaf in initial if leaf.field not in SETTINGS}
     old = {leaf.key: leaf.value for leaf in current}
-    pure, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
-    names = {
-        key_names(pure_key)
-        for (pure_key, _), (key, _) in zip(pure, flat, strict=True)
-        if key in joins
-    }
+    pure = zip(leaf_paths(as_pure(params))[0], flat, strict=True)
+    names = {key_names(bare) for bare, (key, _) in pure if key in joins}
     values = [
         jax.tree.map(_in_memory_of, new[leaf.key], leaf.value)
         if key_names(leaf.parameter) in names and leaf.key in new
@@ -212,9 +210,9 @@ def _old_value(
 ) -> PyTree[Array]:
     if leaf.key not in old:
         raise ValueError(
-            f"the state has no {leaf.field} of parameter {leaf.name!r}"
-            f" either: name it too, by a path that leads to it and to"
-            f" {path_name(path)!r}, or add one after the other."
+            f"the state has no {leaf.field} of parameter {leaf.name!r} either: name it"
+            f" too, by a path that leads to it and to {path_name(path)!r}, or add one"
+            " after the other."
         )
     value = old[leaf.key]
     if not _stored_equally(value, leaf.value):
@@ -260,7 +258,11 @@ def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
 
 
 #: Computes a parameter's master from its half in the state, by the half's field.
-_MASTERS = {"master": current_master, "remainder": get_master}
+_MASTERS = {
+    "master": current_master,
+    "remainder": get_master,
+    "remainder_int8": get_master,
+}
 
 
 def master_weights(
@@ -320,3 +322,82 @@ def master_weights(
 
     masters = jax.tree_util.tree_map_with_path(master, as_pure(params))
     return unflatten_like(params, masters)
+
+
+def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
+    """Returns the number of steps that one parameter has taken.
+
+    Args:
+      state: An optimizer state.
+      path: The parameter.
+
+    Returns:
+      The parameter's count with `per_parameter_steps=True`, else the shared one.
+
+    Raises:
+      ValueError: If the state has no such parameter, or counts no steps.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"a": jnp.ones((512, 512)), "b": jnp.ones((512, 512))}
+      >>> tx = po.paged_adamw(1e-3, per_parameter_steps=True)
+      >>> state = tx.init(params)
+      >>> active = {"a": True, "b": False}
+      >>> _, state = tx.update(params, state, params, active=active)
+      >>> int(po.get_step(state, "a")), int(po.get_step(state, "b"))
+      (1, 0)
+    """
+    state_leaves = state_leaves_of(state, shapes=False)
+    parameter = parameters_of(state_leaves).one(path)
+    count = read_step(state_leaves, parameter)
+    if count is None:
+        raise ValueError(
+            f"the state of parameter {path_name(parameter)!r} counts no steps: its"
+            " transformation has no use for them."
+        )
+    return count
+
+
+def increment_step(state: PyTree, path: Path) -> PyTree:
+    """Adds one to the step count of one parameter.
+
+    Args:
+      state: A state with `per_parameter_steps=True`, unchanged.
+      path: The parameter.
+
+    Returns:
+      The new state.
+
+    Raises:
+      ValueError: If the state has no such parameter, or one count for all.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> tx = po.paged_adamw(1e-3, per_parameter_steps=True)
+      >>> state = tx.init({"w": jnp.ones((512, 512))})
+      >>> int(po.get_step(po.increment_step(state, "w"), "w"))
+      1
+    """
+    state_leaves = state_leaves_of(state, shapes=False)
+    parameter = parameters_of(state_leaves).one(path)
+    nodes = {leaf.node for leaf in state_leaves if leaf.is_moment}
+    is_above = lambda node, x: node != x and x[: len(node)] == node
+    increments = [
+        leaf.is_count
+        and leaf.parameter == parameter
+        # Where the parameters are a single array, all counts are that array's, except
+        # those of wrappers around the state with its moments.
+        and (parameter or not any(is_above(leaf.node, node) for node in nodes))
+        for leaf in state_leaves
+    ]
+    if not any(increments):
+        raise ValueError(
+            f"parameter {path_name(parameter)!r} has no step count of its own: the"
+            " state has one count for all parameters, or none. Build the transformation"
+            " with per_parameter_steps=True."
+        )
+    values = [
+        optax.safe_increment(leaf.value) if counts else leaf.value
+        for leaf, counts in zip(state_leaves, increments, strict=True)
+    ]
+    return unflatten_like(state, donate_within_memory(values))

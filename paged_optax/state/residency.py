@@ -236,7 +236,7 @@ def _budget(
         for x in state_leaves
         if x.is_moment and not on_host(x.value)
     )
-    configurations = [configuration for configuration, _ in recorded(tx, params)]
+    configurations = [x.paged for x in recorded(tx, params)]
     # Several transformations with "auto" share the free memory.
     budgets = {
         "auto" if x.device_budget == "auto" else i: x.budget(parameters, moments)

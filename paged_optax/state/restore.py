@@ -18,11 +18,7 @@ from paged_optax.backend.flax_variables import (
     optimizer_shardings,
     unflatten_like,
 )
-from paged_optax.backend.memory import (
-    memory_kind,
-    replicated_sharding,
-    typed_by_memory,
-)
+from paged_optax.backend.memory import memory_kind, replicated_sharding, typed_by_memory
 from paged_optax.backend.text import dtype_and_shape, key_names
 from paged_optax.backend.types import (
     ArrayOrShape,

@@ -150,23 +150,27 @@ def note_elsewhere(error: ValueError) -> None:
 
 def check_equal_values(updates: PyTree, params: PyTree) -> None:
     """Raises if gradients and parameters differ in structure or shape."""
-    update_paths, update_leaves = leaf_paths(updates)
-    parameter_paths, parameter_leaves = leaf_paths(params)
+    gradients, parameters = _by_path(updates), _by_path(params)
     if jax.tree.structure(updates) != jax.tree.structure(params):
-        differ = set(map(tuple, update_paths)) ^ set(map(tuple, parameter_paths))
-        odd = sorted(keystr(path) for path in differ) or ["(another container type)"]
+        differ = gradients.keys() ^ parameters.keys()
+        odd = sorted(map(keystr, differ)) or ["(another container type)"]
         raise ValueError(
             "the gradients' structure differs from the parameters' at"
             f" {', '.join(odd[:3])}: pass gradients taken of these parameters."
         )
-    for path, update, param in zip(
-        update_paths, update_leaves, parameter_leaves, strict=True
-    ):
-        if np.shape(update) != np.shape(param):
+    for path, x in gradients.items():
+        if np.shape(x) != np.shape(parameters[path]):
             raise ValueError(
-                f"gradient {keystr(path)} has shape {np.shape(update)}, its parameter"
-                f" {np.shape(param)}: pass gradients taken of these parameters."
+                f"gradient {keystr(path)} has shape {np.shape(x)}, its parameter"
+                f" {np.shape(parameters[path])}: pass gradients taken of these"
+                " parameters."
             )
+
+
+def _by_path(
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> dict[KeyPath, PyTree]:
+    return dict(jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0])
 
 
 def check_state_structure(
@@ -180,24 +184,18 @@ def check_state_structure(
         shapes = jax.eval_shape(inner.init, jax.tree.map(shape_dtype, updates))
     except Exception:
         return  # the gradients are no parameters: the first error has more information
-    expected = dict(zip(*leaf_paths(shapes), strict=True))
-    leaves = dict(zip(*leaf_paths(state), strict=True))
-    differ = lambda paths: [
-        keystr(path)
-        for path in (*paths, *expected)
-        if (path in paths) != (path in expected)
-    ]
+    expected, leaves = _by_path(shapes), _by_path(state)
     # A coded moment has several arrays, which are compared only if all moments match.
-    moments, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, Quantized)
-    )
-    odd = differ(dict(moments)) or differ(leaves)
-    if odd:
-        raise ValueError(
-            "the state's structure is not the one these gradients call for: they differ"
-            f" at state{', state'.join(odd[:3])}. Pass the state that this"
-            " transformation's init made for these parameters."
-        ) from error
+    moments = _by_path(state, lambda x: isinstance(x, Quantized))
+    for paths in (moments, leaves):
+        either = {**paths, **expected}
+        odd = [keystr(x) for x in either if (x in paths) != (x in expected)]
+        if odd:
+            raise ValueError(
+                "the state's structure is not the one these gradients call for: they"
+                f" differ at state{', state'.join(odd[:3])}. Pass the state that this"
+                " transformation's init made for these parameters."
+            ) from error
     for path, leaf in leaves.items():
         if leaf.shape != expected[path].shape:
             raise ValueError(

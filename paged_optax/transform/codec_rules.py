@@ -1,9 +1,10 @@
 """Rules that choose the codec of each moment."""
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
@@ -29,7 +30,7 @@ _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 _SIGNED = frozenset("m m1 m2 mu trace".split())
 
 #: Names of master weights (see `precision`), which are no moments.
-_MASTERS = frozenset(["master", "remainder"])
+_MASTERS = frozenset(["master", "remainder", "remainder_int8"])
 
 
 def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
@@ -38,26 +39,21 @@ def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
     Returns:
       Its rules, by moment or by pattern of parameter paths; empty if all moments are
       in float32.
-
-    Raises:
-      ValueError: If a codec is unknown.
     """
     rules: dict[str, Rule] = dict(codec) if isinstance(codec, Mapping) else {"*": codec}
-    for rule in rules.values():
-        for one in _codecs_of(rule):
-            _codec(one, signed=True)
+    draws(rules)  # raises for an unknown codec
     plain = all(rule in (None, "float32") for rule in rules.values())
     return {} if plain else rules
 
 
 def draws(rules: Mapping[str, Rule]) -> bool:
     """Returns whether any codec needs random words."""
-    codecs = [_codec(x, True) for rule in rules.values() for x in _codecs_of(rule)]
-    return any(codec is not None and codec.draws for codec in codecs)
-
-
-def _codecs_of(rule: Rule) -> Collection[CodecLike]:
-    return rule.values() if isinstance(rule, Mapping) else (rule,)
+    names = [
+        name
+        for rule in rules.values()
+        for name in (rule.values() if isinstance(rule, Mapping) else (rule,))
+    ]
+    return any([x is not None and x.draws for x in (_codec(y, True) for y in names)])
 
 
 class CodedMoment(NamedTuple):
@@ -79,11 +75,7 @@ class CodedMoment(NamedTuple):
 
     @property
     def codec(self) -> Codec:
-        """Its codec.
-
-        Raises:
-          ValueError: If the codec cannot store the moment.
-        """
+        """Its codec; raises `ValueError` if it cannot store the moment."""
         name, dtype = self.name, self.aval.dtype
         signed = name not in _SQUARES
         codec = _codec(self.rule, signed)
@@ -114,40 +106,44 @@ def coded_moments(
     params: PyTree[ArrayOrShape],
     param_indices: Sequence[int | None],
 ) -> list[CodedMoment | None]:
-    """Returns the moments of a state that rules name a codec for.
+    """Returns the moments of a state that rules name a codec for, None for others.
 
-    Args:
-      rules: From `check`. If several apply to a moment, the last one wins. A key that
-        names a moment names no parameter. A key that is a parameter's path is no
-        pattern.
-      state: The transformation's own state.
-      params: The parameters.
-      param_indices: For each leaf of the state its parameter, or None.
-
-    Returns:
-      For each leaf the moment, or None.
-
-    Raises:
-      ValueError: If a rule names nothing.
+    If several rules apply to a moment, the last one wins. A key that names a moment
+    names no parameter. A key that is a parameter's path is no pattern. Raises
+    `ValueError` if a rule names nothing.
     """
+    if not rules:
+        return [None] * len(param_indices)
     parameter_paths, _ = leaf_paths(params)
     parameters = [path_name(path) for path in parameter_paths]
-    state_paths, avals = leaf_paths(state)
-    name_of = lambda path, param_index: path_name(
-        path[: len(path) - len(parameter_paths[param_index])][-1:]
+    name_of = lambda path, index: path_name(
+        path[: len(path) - len(parameter_paths[index])][-1:]
     )
-    pairs = zip(state_paths, param_indices, strict=True)
+    pairs = zip(leaf_paths(state)[0], param_indices, strict=True)
     names = [None if i is None else name_of(path, i) for path, i in pairs]
     named_by = _parameters_named(rules, names, parameters)
-    moments: list[CodedMoment | None] = [None] * len(names)
-    for index, (name, param_index) in enumerate(zip(names, param_indices, strict=True)):
-        if param_index is None or name is None:
-            continue
-        rule, by_name = _last_match(rules, named_by, name, parameters[param_index])
-        if rule not in (None, "float32"):
-            choice = rule, by_name, name, parameters[param_index], avals[index]
-            moments[index] = CodedMoment(*choice)
-    return moments
+
+    def moment(
+        name: str | None, index: int | None, aval: ArrayOrShape
+    ) -> CodedMoment | None:
+        if name is None or index is None:
+            return None
+        rule, by_name = None, False
+        for key, candidate in rules.items():
+            group = named_by[key]
+            if group is None:
+                applies = name == key
+            else:
+                applies = parameters[index] in group and name not in _MASTERS
+            if applies:
+                rule, by_name = candidate, group is None
+        if isinstance(rule, Mapping):
+            rule, by_name = rule.get(name), True
+        if rule in (None, "float32"):
+            return None
+        return CodedMoment(rule, by_name, name, parameters[index], aval)
+
+    return list(map(moment, names, param_indices, jax.tree.leaves(state)))
 
 
 def choose(
@@ -157,9 +153,6 @@ def choose(
 
     `moments` are from `coded_moments`, and `parts` the positions of parts of larger
     moments, which are coded even if they have few values.
-
-    Raises:
-      ValueError: If a codec does not fit its moment.
     """
     return [
         None if x is None or (x.small and index not in parts) else x.codec
@@ -168,9 +161,7 @@ def choose(
 
 
 def _parameters_named(
-    rules: Mapping[str, Rule],
-    moments: Sequence[str | None],
-    parameters: Sequence[str],
+    rules: Mapping[str, Rule], moments: Sequence[str | None], parameters: Sequence[str]
 ) -> dict[str, set[str] | None]:
     """Returns for each key the parameters that it names; None if it names moments."""
     named_by: dict[str, set[str] | None] = {}
@@ -194,27 +185,6 @@ def _parameters_named(
                 f" ({', '.join(likely[:3])}, ...)."
             )
     return named_by
-
-
-def _last_match(
-    rules: Mapping[str, Rule],
-    named_by: Mapping[str, set[str] | None],
-    moment: str,
-    parameter: str,
-) -> tuple[CodecLike, bool]:
-    """Returns the last rule that applies to a moment, and whether it names it."""
-    rule, by_name = None, False
-    for key, candidate in rules.items():
-        parameters = named_by[key]
-        if parameters is None:
-            applies = moment == key
-        else:
-            applies = parameter in parameters and moment not in _MASTERS
-        if applies:
-            rule, by_name = candidate, parameters is None
-    if isinstance(rule, Mapping):
-        return rule.get(moment), True
-    return rule, by_name
 
 
 def _codec(codec: CodecLike, signed: bool) -> Codec | None:

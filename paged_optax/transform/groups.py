@@ -16,71 +16,24 @@ from jaxtyping import PyTree, UInt32
 
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend.memory import HOST, on_host
-from paged_optax.backend.types import ArrayOrShape, varying, varying_axes
+from paged_optax.backend.types import varying, varying_axes
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.transform.checks import check_not_merged
-from paged_optax.transform.context import current
-from paged_optax.transform.gates import Gate, choose_by
-from paged_optax.transform.paged_transformation import PagedTransformation
+from paged_optax.transform.context import Gate, choose_by, current
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import Value
 
 
-def divided_as(
-    leaf: LeafUpdate, like: Sequence[ArrayOrShape], shards: Sequence[Shards | None]
-) -> Shards | None:
-    """Returns the shards of an element-wise leaf's parameter, or None."""
-    if leaf.param_index is None or not leaf.program.elementwise:
-        return None
-    return (
-        shards[leaf.param_index] if leaf.shape == like[leaf.param_index].shape else None
-    )
-
-
-def loop_key(
-    analysis: Analysis,
-    leaf: LeafUpdate,
-    moments: Sequence[MomentFormat],
-    divided: Shards | None,
-    shared: Sequence[int],
-    *,
-    singly: bool,
-) -> Hashable:
-    """Grouping key: leaves with equal keys may share one loop, and its pages.
-
-    Args:
-      analysis: The update.
-      leaf: The leaf.
-      moments: Its moments that travel or are coded.
-      divided: Its shards, or None.
-      shared: Numbers of its inputs of other shapes.
-      singly: True if no two parameters share a loop, as with step counts of their own.
-    """
-    # A loop has one set of random words, and one of each scalar: leaves with stochastic
-    # rounding, or with step counts of their own, have a loop each.
-    drawn = any(x.codec is not None and x.codec.draws for x in moments)
-    param_index = leaf.param_index if drawn or singly else None
-    same = [analysis.same.get(index, index) for index in shared]
-    return leaf.program, leaf.shape, tuple(moments), divided, param_index, *same
-
-
 @dataclasses.dataclass(frozen=True)
 class StreamedLeaf:
-    """The arrays of a leaf, and their loop's program.
+    """The arrays of a leaf, and their loop's program."""
 
-    Attributes:
-      arrays: The inputs of its program, and further buffers for its results.
-      program: The program, and the storage of the arrays.
-      moments: Formats of the arrays that are coded or in host memory.
-      shards: Its division over a mesh, or None.
-    """
-
-    arrays: list[Value]
+    arrays: list[Value]  # inputs of the program, then further buffers for its results
     program: LeafProgram
-    moments: list[MomentFormat]
+    moments: list[MomentFormat]  # of the arrays that are coded or in host memory
     shards: Shards | None
 
     @property
@@ -93,32 +46,24 @@ class StreamedLeaf:
 _ByLeaf = dict[int, Sequence[Value]]
 
 #: Leaves that share a loop: the first leaf, and the arrays of each by its number.
-_Group = tuple[LeafUpdate, dict[int, StreamedLeaf]]
+Group = tuple[LeafUpdate, dict[int, StreamedLeaf]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafStreams:
     """The leaves of one update, to be streamed in groups.
 
-    Attributes:
-      paged: The paged transformation.
-      analysis: The update.
-      layout: The state's layout.
-      arguments: All arguments of the programs: gradients, the state's leaves as they
-        are stored, parameters, extra arguments. Gradients and leaves are in the order
-        of the results that replace them.
-      counts: Step counts of each parameter, by the number of the argument.
-      gates: For each parameter whether its update is taken.
-      moves: For each parameter whether its moments change; under None whether any
-        parameter's do.
+    The arguments of the programs are the gradients, the state's leaves as they are
+    stored, the parameters, and extra arguments. Gradients and leaves are in the order
+    of the results that replace them.
     """
 
-    paged: PagedTransformation
     analysis: Analysis
     layout: StateLayout
     arguments: list[Value]
-    counts: dict[int, list[ArrayLike]]
-    gates: Sequence[Gate]
+    counts: dict[int, list[ArrayLike]]  # step counts by parameter, by argument
+    gates: Sequence[Gate]  # for each parameter whether its update is taken
+    # For each parameter whether its moments change; under None whether any does.
     moves: Mapping[int | None, Gate]
 
     @functools.cached_property
@@ -127,13 +72,11 @@ class LeafStreams:
         leaves = enumerate(self.layout.leaves, len(self.gates))
         return {index: leaf.codec for index, leaf in leaves if leaf.codec}
 
-    def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[_Group]]:
+    def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[Group]]:
         """Skips or computes leaves on the device, and groups the others."""
         first = len(self.gates)
-        # A fetched layer's leaves are sliced from their stacks separately.
-        singly = bool(self.counts) or current().fetched
         results: _ByLeaf = {}
-        groups: dict[Hashable, _Group] = {}
+        groups: dict[Hashable, Group] = {}
         for index, leaf in enumerate(self.analysis.leaf_updates):
             inputs, gate = evaluation.inputs(leaf), self.moves[leaf.param_index]
             if leaf.param_index is None and len({id(gate) for gate in self.gates}) > 1:
@@ -147,37 +90,49 @@ class LeafStreams:
                 ]
                 continue
             streamed = self._streamed(leaf, inputs, olds)
-            if not streamed.moments:
-                pairs = zip(leaf.places, olds, leaf.program(inputs), strict=True)
-                results[index] = [
-                    new
-                    if p is None or p < first or p in self.counts or new is old
-                    else self._gated(p, new)
-                    for p, old, new in pairs
-                ]
+            if streamed.moments:
+                key = self._loop_key(leaf, streamed, gate)
+                groups.setdefault(key, (leaf, {}))[1][index] = streamed
                 continue
-            # Buffers that are only overwritten follow the inputs, and have no number.
-            program, arrays = streamed.program, streamed.arrays
-            triples = zip(leaf.inputs, program.codecs, arrays, strict=False)
-            shared = [
-                argument
-                for argument, codec, x in triples
-                if codec is None and jnp.shape(x) != leaf.shape
+            pairs = zip(leaf.places, olds, leaf.program(inputs), strict=True)
+            results[index] = [
+                new
+                if p is None or p < first or p in self.counts or new is old
+                else self._gated(p, new)
+                for p, old, new in pairs
             ]
-            moments, shards = streamed.moments, streamed.shards
-            # A loop has one gate, and its buffers keep their types from page to page.
-            # Equal leaves must not be compiled one by one: a leaf of eight-bit moments
-            # takes XLA 0.9 CPU-seconds.
-            key = (
-                loop_key(self.analysis, leaf, moments, shards, shared, singly=singly),
-                id(gate),
-                *map(jax.typeof, jax.tree.leaves(arrays)),
-                *program.overwrites,
-                *program.codecs,
-            )
-            _, members = groups.setdefault(key, (leaf, {}))
-            members[index] = streamed
         return results, list(groups.values())
+
+    def _loop_key(
+        self, leaf: LeafUpdate, streamed: StreamedLeaf, gate: Gate
+    ) -> Hashable:
+        """Returns a key; leaves with equal keys share one loop, and its pages."""
+        # A loop has one gate, one set of random words, and one of each scalar: leaves
+        # with stochastic rounding, or with step counts of their own, have a loop each,
+        # and so do a fetched layer's, which are sliced from their stacks separately.
+        drawn = any(x.codec is not None and x.codec.draws for x in streamed.moments)
+        singly = drawn or bool(self.counts) or current().fetched
+        # Buffers that are only overwritten follow the inputs, and have no number.
+        program, arrays = streamed.program, streamed.arrays
+        triples = zip(leaf.inputs, program.codecs, arrays, strict=False)
+        shared = [
+            self.analysis.same.get(argument, argument)
+            for argument, codec, x in triples
+            if codec is None and jnp.shape(x) != leaf.shape
+        ]
+        # The buffers of a loop keep their types from page to page. Equal leaves must
+        # not be compiled one by one: a leaf of eight-bit moments takes XLA 0.9
+        # CPU-seconds.
+        return (
+            program,
+            leaf.shape,
+            tuple(streamed.moments),
+            streamed.shards,
+            leaf.param_index if singly else None,
+            id(gate),
+            *shared,
+            *map(jax.typeof, jax.tree.leaves(arrays)),
+        )
 
     def _streamed(
         self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
@@ -211,7 +166,11 @@ class LeafStreams:
             for x, codec in zip(arrays, codecs, strict=True)
             if codec is not None or on_host(x)
         ]
-        shards = divided_as(leaf, self.arguments[:first], layout.parameter_shards)
+        # An element-wise leaf is divided as its parameter.
+        shards, owner = None, leaf.param_index
+        if owner is not None and leaf.program.elementwise:
+            alike = leaf.shape == self.arguments[owner].shape
+            shards = layout.parameter_shards[owner] if alike else None
         storage = tuple(overwrites), tuple(codecs), tuple(shapes)
         program = LeafProgram(leaf.program, *storage)
         return StreamedLeaf(arrays, program, moments, shards)

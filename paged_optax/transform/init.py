@@ -1,6 +1,7 @@
 """The init of a paged transformation."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -50,10 +51,9 @@ from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import check_dtype, check_not_nested
-from paged_optax.transform.context import current, within
+from paged_optax.transform.context import current, known_shardings, within
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import MomentShards
-from paged_optax.transform.process_agreement import said_of
 from paged_optax.transform.state_layout import StateLayout, resident
 from paged_optax.transform.trees import (
     Parameter,
@@ -70,13 +70,12 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     if current().plain:
         return paged.inner.init(params)
     metadata = optimizer_shardings(params)
-    pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
-    shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
+    shardings = jax.tree.leaves(params), parameter_shardings(params)
     visitor = current().visitor
     # JAX's caches keep traces for each context, and must not depend on who receives
     # the new state.
     quiet = visitor and dataclasses.replace(visitor, init=None)
-    with within(shardings={**current().shardings, **shardings}, visitor=quiet):
+    with known_shardings(*shardings), within(visitor=quiet):
         bare = paged.in_variables_of(params), as_pure(params)
         visit = visitor and visitor.init
         state = donate_within_memory(_new_state(*bare, metadata, visit))
@@ -102,33 +101,27 @@ def _new_state(
     paths, leaves = leaf_paths(params)
     for path, leaf in zip(paths, leaves, strict=True):
         check_dtype(path, leaf)
-    seen = paged.known.see(paths, leaves, metadata)
     # Over automatic axes the types of a traced step's arrays have no sharding: `update`
     # needs the ones that `init` sees.
-    places = list(map(_place_of_moments, leaves, seen, metadata))
-    state = NewState.create(paged, params, places)
+    see = functools.partial(paged.known.see, remember=visit is None)
+    seen = map(see, paths, leaves, metadata)
+    state = NewState.create(
+        paged, params, list(map(_place_of_moments, leaves, seen, metadata))
+    )
     layout = state.layout
     if visit is not None:
         visit(state)
-    if not is_traced(leaves):
-        if spans_processes(leaves):
-            # Before JAX itself waits for the others, where scalars are placed.
-            settings = said_of(paged, params, layout.shapes, layout, state.analysis)
-            compare("init of a paged transformation", settings, once=False)
-        with without_explicit_axes():
-            arrays = tied(state.arrays(leaves), leaves)
-    else:
+    if is_traced(leaves):
         parameters = state.divided_parameters(leaves)
-        types = [
-            leaf.types(
-                None if leaf.param_index is None else parameters[leaf.param_index]
-            )
-            for leaf in layout.leaves
-        ]
-        arrays = with_automatic_axes(state.arrays, (leaves,), types)
-    if visit is None:
-        paged.known.remember(paths, leaves, seen)
-    return layout.build(arrays)
+        owners = (None if i is None else parameters[i] for i in layout.param_indices)
+        types = [x.types(owner) for x, owner in zip(layout.leaves, owners, strict=True)]
+        return layout.build(with_automatic_axes(state.arrays, (leaves,), types))
+    if spans_processes(leaves):
+        # Before JAX itself waits for the others, where scalars are placed.
+        settings = paged.agreement(params, layout.shapes, layout, state.analysis)
+        compare("init of a paged transformation", settings, once=False)
+    with without_explicit_axes():
+        return layout.build(tied(state.arrays(leaves), leaves))
 
 
 def _place_of_moments(
@@ -141,35 +134,22 @@ def _place_of_moments(
     explicit = jax.typeof(x).sharding
     # On explicit axes a traced parameter's type has the mesh.
     on_axes = is_traced(x) and is_explicit(explicit)
-    mesh = explicit.mesh if on_axes else seen.shards.mesh
-    return NamedSharding(mesh, spec)
+    return NamedSharding(explicit.mesh if on_axes else seen.shards.mesh, spec)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NewState:
-    """A new state: its leaves, their programs, and their placement.
-
-    Attributes:
-      paged: The paged transformation.
-      params: The parameters.
-      layout: The state's layout.
-      places: For each parameter the sharding of its moments, if they are divided apart
-        from it; else None.
-      stays: For each leaf whether it is on the device.
-      refused: For each leaf that cannot be sliced in host memory the reason, by its
-        position.
-      analysis: The programs of the leaves.
-      constants: Arrays that they close over, by number.
-    """
+    """A new state: its leaves, their programs, and their placement."""
 
     paged: PagedTransformation
     params: optax.Params
     layout: StateLayout
+    # For each parameter the sharding of its moments, if they are divided apart from it.
     places: Sequence[NamedSharding | None]
-    stays: list[bool]
-    refused: Mapping[int, str]
+    stays: list[bool]  # for each leaf whether it is on the device
+    refused: Mapping[int, str]  # reason why a leaf cannot be sliced in host memory
     analysis: Analysis
-    constants: Mapping[int, ArrayLike]
+    constants: Mapping[int, ArrayLike]  # arrays that the programs close over, by number
 
     @classmethod
     def create(
@@ -186,34 +166,27 @@ class NewState:
         ]
         closed, shapes = trace(paged.inner.init, params)
         check_effects(closed)
-        layout = paged.layout(params, shapes, shards)
-        stack_of = dict(current().stacks)
+        settings = paged.rules, paged.per_parameter_steps
+        layout = StateLayout.create(shapes, shapes, params, shards, *settings)
         # Moments of a parameter stay or go as one, and so do moments of a stack.
-        find_owner = lambda n: (
-            ("stack", stack_of[paths[n]]) if paths[n] in stack_of else n
-        )
-        param_indices = [
-            None if n is None else find_owner(n) for n in layout.param_indices
-        ]
+        stack_of = dict(current().stacks)
+        owners = [("stack", stack_of[x]) if x in stack_of else x for x in paths]
         stays = resident(
             layout.sizes,
-            param_indices,
+            [None if i is None else owners[i] for i in layout.param_indices],
             paged.budget(parameters=nbytes(leaves)),
             layout.small(paged.min_paged_size),
         )
         refused: dict[int, str] = {}
-        if not all(stays):
-            if resolve_host_memory_kind(paged.host_memory_kind) != PINNED_HOST:
-                stays = [True] * len(stays)
-            else:
-                check_backend()
-                reasons = {
-                    i: paged.refused(layout, i)
-                    for i, stay in enumerate(stays)
-                    if not stay
-                }
-                refused = {i: reason for i, reason in reasons.items() if reason}
-                stays = [stay or i in refused for i, stay in enumerate(stays)]
+        kind = None if all(stays) else resolve_host_memory_kind(paged.host_memory_kind)
+        if kind == PINNED_HOST:
+            check_backend()
+            moving = (i for i, stay in enumerate(stays) if not stay)
+            reasons = ((i, paged.refused(layout, i)) for i in moving)
+            refused = {i: reason for i, reason in reasons if reason}
+        stays = [
+            stay or i in refused or kind != PINNED_HOST for i, stay in enumerate(stays)
+        ]
         unowned = [None] * len(leaves), [None] * len(stays)
         analysis, constants = analyse(closed, *unowned, str)
         new = cls(paged, params, layout, places, stays, refused, analysis, constants)
@@ -259,10 +232,8 @@ class NewState:
     def arrays(self, parameters: Sequence[Parameter]) -> list[StoredOrShape]:
         """Computes the state's leaves, as they are stored, each in its memory."""
         evaluation = Evaluation(self.analysis, parameters, self.constants)
-        leaves, divided = (
-            self.analysis.leaf_updates,
-            self.divided_parameters(parameters),
-        )
+        leaves = self.analysis.leaf_updates
+        divided = self.divided_parameters(parameters)
         try:
             new = [self._leaf(leaf, evaluation.inputs(leaf)) for leaf in leaves]
             results = enumerate(evaluation.results(new))

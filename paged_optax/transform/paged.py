@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
@@ -12,12 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, resolve_host_memory_kind
 from paged_optax.backend.text import parse_bytes
-from paged_optax.backend.user_warnings import warn_user
-from paged_optax.backend.validation import (
-    brief,
-    check_transformation,
-    floating_dtype,
-)
+from paged_optax.backend.validation import brief, check_transformation, floating_dtype
 from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
@@ -26,7 +22,7 @@ from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.precision import counted, in_float32, with_master_weights
 from paged_optax.transform.remainders import with_master_remainders
-from paged_optax.transform.update import Update
+from paged_optax.transform.update import stream_update, update
 
 
 def paged(
@@ -74,11 +70,10 @@ def paged(
       page_size: The most bytes of one page of one moment, an int or a string such as
         `"16MiB"`; with a codec, bytes of the decoded float32. A leaf has at least 16
         pages, unless they would be smaller than 1 MiB, or a page has to be a whole
-        leaf. `"auto"` is at most `"16MiB"`; on a GPU it has as many pages as an update
-        with their latency is fastest with, see `docs/how_it_works.md`. A CPU has no
-        link: a leaf is one page if `page_size` is 1 MiB or more; with remainders or a
-        codec, if it is 16 MiB or more. With a codec of blocks, leaves are cut on a CPU
-        too.
+        leaf. `"auto"` is at most `"16MiB"`, and on a GPU the fastest number of pages,
+        see `docs/how_it_works.md`. On a CPU, which has no link, a leaf is one page if
+        `page_size` is 1 MiB or more (with remainders or a codec, 16 MiB), except with a
+        codec of blocks.
       device_budget: Bytes of moments that may stay on the device: 0 pages all but small
         moments, None pages nothing. `"auto"` takes the free memory at `init` less a
         reserve: the bytes of the parameters, for gradients, and a quarter of the
@@ -100,31 +95,28 @@ def paged(
         object of `paged_optax.codecs` or with its methods, or a dictionary of them,
         whose keys are names of moments and patterns of parameter paths: `{"mu":
         "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. A key that is a
-        parameter's path is no pattern: `"w[0]"` matches `w0` only if no parameter has
-        that path. If several keys match, the last one wins. `inner` computes in
-        float32. Moments of fewer than 4096 values are stored in float32. A codec by
-        name spends no bit on the sign of Optax's moments of squares, such as `nu`. For
-        a moment of your own, pass the codec: `{"*": "dynamic_int8", "energy":
-        DynamicInt8(signed=False)}`. If a block of a moment holds NaN or an infinity,
-        all its values decode to NaN or an infinity: use `apply_if_finite`.
+        parameter's path is no pattern. If several keys match, the last one wins.
+        `inner` computes in float32. Moments of fewer than 4096 values are stored in
+        float32. A codec by name spends no bit on the sign of Optax's moments of
+        squares, such as `nu`; for a moment of your own, pass the codec: `{"*":
+        "dynamic_int8", "energy": DynamicInt8(signed=False)}`. A block with NaN or an
+        infinity decodes to NaN or an infinity: use `apply_if_finite`.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have this dtype too.
         Masters of either kind follow their parameters: if anything else changes a
-        parameter, its master moves by the same amount. Examples are a transformation
-        chained after this one, a wrapper such as `lookahead` around it, or a restore of
-        weights alone. If no update in the parameter's dtype reaches the rounded master,
-        as at a change of sign, the master absorbs the difference: in bfloat16 at most
-        1/128 of the step. Masters are therefore not bit for bit equal to a training in
-        float32. Steps below a unit of the parameter are returned as whole units: put
-        `optax.scale(0.1)`, which shrinks steps, inside `paged`. After it, a tenth of a
-        unit would move neither parameter nor master.
+        parameter, such as a chained transformation, a wrapper around this one, or a
+        restore of weights alone, its master moves by the same amount. If no update in
+        the parameter's dtype reaches the rounded master, as at a change of sign, the
+        master absorbs the difference: in bfloat16 at most 1/128 of the step. Steps
+        below a unit of the parameter are returned as whole units: put
+        `optax.scale(0.1)`, which shrinks steps, inside `paged`.
       master_remainders: True if the float32 master copy of a bfloat16 parameter is
         stored as the 16 bits that complete it: half the bytes, and half the traffic.
         The masters equal `master_dtype="float32"`, except for rare roundings. `"int8"`
         stores 8 of these bits of matrices, for rates of 1e-6 or more; see the guide.
-      on_moved: Action of `update` if moments have left the host: `"warn"`, or `"raise"`
-        before XLA compiles them. `place_state` moves them back. `layerwise_step` checks
-        its workspace in the same way.
+      on_moved: Action of `update`, and of `layerwise_step` for its workspace, if arrays
+        have left the host: `"warn"`, or `"raise"` before XLA compiles them.
+        `place_state` moves them back.
 
     Returns:
       A transformation that replaces `inner`.
@@ -157,7 +149,7 @@ def paged(
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
     if device_budget is not None and device_budget != "auto":
-        device_budget = parse_bytes("device_budget", device_budget)
+        device_budget = parse_bytes("device_budget", device_budget, others=_AUTO)
     rules = check(codec)
     inner = paged_by_one(optax.with_extra_args_support(inner))
     if master_remainders not in (False, True, "int8"):
@@ -186,7 +178,7 @@ def paged(
         inner,
         None
         if page_size == DEFAULT_PAGE_SIZE
-        else parse_bytes("page_size", page_size, 1),
+        else parse_bytes("page_size", page_size, 1, _AUTO),
         device_budget,
         parse_bytes("min_paged_size", min_paged_size),
         host_memory_kind,
@@ -195,14 +187,15 @@ def paged(
         ParameterShardings(shardings),
         on_moved,
     )
+    streamed = functools.partial(stream_update, transformation)
+    jitted = jax.jit(streamed, static_argnames="traced")
     return optax.GradientTransformationExtraArgs(
-        functools.partial(init, transformation), Update(transformation).update
+        functools.partial(init, transformation),
+        functools.partial(update, transformation, jitted),
     )
 
 
-# Half a unit of an 8-bit remainder is 2^-17 of the parameter: 1e-6 for a parameter of
-# 0.13. Steps of Adam are about as large as the rate.
-_MIN_RATE = 1e-6
+_AUTO = "'auto', "  # of sizes that may be chosen
 
 _PAGING = tuple(
     param
@@ -228,16 +221,7 @@ def _alias(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     def build(*args: object, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         subset = {key: kwargs.pop(key) for key in names & kwargs.keys()}
         subset.setdefault("codec", codec)
-        inner = optimizer(*args, **kwargs)
-        if subset.get("master_remainders") == "int8":
-            rate = original.bind(*args, **kwargs).arguments.get("learning_rate")
-            if isinstance(rate, float) and 0 < rate < _MIN_RATE:
-                warn_user(
-                    f"learning_rate={rate} with master_remainders='int8': most steps"
-                    " are less than half a unit of these masters, and are lost. Use"
-                    f" rates of {_MIN_RATE:g} or more, or master_remainders=True."
-                )
-        return paged(inner, **subset)
+        return paged(optimizer(*args, **kwargs), **subset)
 
     stored, promise = "", "the same numbers, a few pages of moments on the device"
     if codec is not None:

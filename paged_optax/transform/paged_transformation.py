@@ -1,6 +1,8 @@
 """A paged transformation: its configuration, and steps common to init and update."""
 
 import dataclasses
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -12,7 +14,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import check_effects, trace
 from paged_optax.analysis.per_leaf import analyse
-from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.program import Analysis, Constant, LeafUpdate
 from paged_optax.backend import memory
 from paged_optax.backend.flax_variables import with_variables_of
 from paged_optax.backend.memory import (
@@ -22,17 +24,16 @@ from paged_optax.backend.memory import (
     on_host,
     resolve_host_memory_kind,
 )
-from paged_optax.backend.text import keystr, readable_bytes
-from paged_optax.backend.types import shape_dtype
+from paged_optax.backend.processes import Values
+from paged_optax.backend.text import dtype_and_shape, keystr, readable_bytes
+from paged_optax.backend.types import ArrayOrShape, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
-from paged_optax.codecs import Codec
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import Geometry, cut, uncut
 from paged_optax.transform.checks import check_state_structure, check_unchanged
-from paged_optax.transform.codec_rules import Rule, choose, coded_moments
+from paged_optax.transform.codec_rules import Rule
 from paged_optax.transform.context import current
-from paged_optax.transform.moment_parts import held_parts
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.state_layout import OtherLayoutError, StateLayout
 from paged_optax.transform.trees import (
@@ -52,27 +53,14 @@ _BYTES = "a TPU slices no bytes in host memory: use master_remainders=True, in 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagedTransformation:
-    """A transformation, and the arguments of `paged`.
-
-    Attributes:
-      inner: The transformation.
-      page_size: Most bytes of one page of one moment; None: chosen for each leaf.
-      device_budget: Bytes of moments that may stay on the device; None: all; `"auto"`:
-        the free memory of the device.
-      min_paged_size: Moments of fewer bytes stay on the device.
-      host_memory_kind: `"pinned_host"` or `"auto"`.
-      rules: The rules of codecs; from `codec_rules.check`.
-      per_parameter_steps: True if each parameter counts its own steps.
-      known: The parameters' shardings.
-      on_moved: Action for moments that left the host: `"warn"` or `"raise"`.
-    """
+    """A transformation, and the arguments of `paged`."""
 
     inner: optax.GradientTransformationExtraArgs
-    page_size: int | None
+    page_size: int | None  # None: chosen for each leaf
     device_budget: int | Literal["auto"] | None
     min_paged_size: int
     host_memory_kind: str
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, Rule]  # of codecs; from `codec_rules.check`
     per_parameter_steps: bool
     known: ParameterShardings
     on_moved: str
@@ -83,14 +71,8 @@ class PagedTransformation:
         `"auto"` takes the free memory of the device, less a reserve for a training
         step: gradients (as many bytes as parameters) and, for activations and pages, a
         quarter of the device's memory. If the backend keeps no statistics (CPU),
-        everything is paged.
-
-        Args:
-          parameters: Bytes of the parameters, which are on the device already.
-          moments: Bytes of moments on the device that count as free.
-
-        Raises:
-          ValueError: For `"auto"` in one of several processes.
+        everything is paged. `parameters` are bytes on the device already, and `moments`
+        bytes on the device that count as free.
         """
         if self.device_budget != "auto":
             return self.device_budget
@@ -110,11 +92,7 @@ class PagedTransformation:
     def take_apart(
         self, updates: PyTree, state: PyTree, params: PyTree | None
     ) -> tuple[StateLayout, list[StoredOrShape]]:
-        """Returns a state's layout, and its leaves as they are stored.
-
-        Raises:
-          ValueError: If it is no state that `init` makes for these parameters.
-        """
+        """Returns a state's layout, and its leaves as they are stored."""
         paths, grads = leaf_paths(updates)
         state_paths, leaves = leaf_paths(state)
         param_indices = parameter_of(state_paths, paths)
@@ -130,7 +108,18 @@ class PagedTransformation:
             self.known.find(path, moment_of.get(i, x), x, gradient)
             for i, (path, x, gradient) in enumerate(pairs)
         ]
-        layout = self.layout(like, state, shards, param_indices)
+        shapes = state
+        if self.rules or self.per_parameter_steps:
+            # Coded moments, and a count for each parameter, hide the shapes of the
+            # state of `inner`. A new function each time: JAX caches traces as long as
+            # the function lives.
+            init = lambda params: self.inner.init(params)
+            shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, like))
+            param_indices = None
+        settings = self.rules, self.per_parameter_steps
+        layout = StateLayout.create(
+            shapes, state, like, shards, *settings, param_indices
+        )
         try:
             return layout, layout.take_apart(state)
         except OtherLayoutError:
@@ -138,47 +127,6 @@ class PagedTransformation:
         except ValueError as error:
             check_state_structure(self.inner, like, state, error)
             raise
-
-    def layout(
-        self,
-        params: PyTree,
-        state: PyTree,
-        shards: Sequence[Shards | None],
-        param_indices: Sequence[int | None] | None = None,
-    ) -> StateLayout:
-        """Returns the layout of a state of `inner`, or of a state that `init` made.
-
-        `shards` has the shards of each parameter's moments, and `param_indices` the
-        parameter of each of the state's arrays; None to compute them.
-        """
-        shapes = state
-        if self.rules or self.per_parameter_steps:
-            # Coded moments, and a count for each parameter, hide the shapes of the
-            # state of `inner`. A new function each time: JAX caches traces as long as
-            # the function lives.
-            init = lambda params: self.inner.init(params)
-            shapes, param_indices = (
-                jax.eval_shape(init, jax.tree.map(shape_dtype, params)),
-                None,
-            )
-        if param_indices is None:
-            param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
-        codecs: list[Codec | None] = [None] * len(param_indices)
-        parts = {}
-        if self.rules:
-            parts = held_parts(shapes, state)
-            codecs = choose(
-                coded_moments(self.rules, shapes, params, param_indices), parts
-            )
-        return StateLayout.create(
-            shapes,
-            codecs,
-            params,
-            param_indices,
-            shards,
-            parts,
-            per_parameter_steps=self.per_parameter_steps,
-        )
 
     def geometry(
         self,
@@ -221,20 +169,12 @@ class PagedTransformation:
     ) -> tuple[Analysis, dict[int, ArrayLike]]:
         """Traces `inner.update` once, as one program a leaf.
 
-        Args:
-          updates: The gradients.
-          state: The state of `inner`.
-          param_indices: For each of its leaves its parameter, or None.
-          params: The parameters, or None.
-          arrays: The arrays among the extra arguments.
-          static: The rest of the extra arguments, and whether the state restarts.
+        `param_indices` has the parameter of each leaf of the state, or None. `arrays`
+        and `static` are the extra arguments, and whether the state restarts.
         """
 
         def function(
-            updates: PyTree,
-            state: PyTree,
-            params: PyTree,
-            arrays: Sequence[Traceable],
+            updates: PyTree, state: PyTree, params: PyTree, arrays: Sequence[Traceable]
         ) -> tuple[PyTree, PyTree]:
             remaining = static.merge(arrays)
             # A restart is traced too, so that each page is reset as it is updated.
@@ -267,6 +207,52 @@ class PagedTransformation:
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )
+
+    def agreement(
+        self,
+        params: PyTree[ArrayOrShape],
+        state: PyTree[ArrayOrShape],
+        layout: StateLayout,
+        analysis: Analysis,
+    ) -> Values:
+        """Returns the facts on which the program of an update depends.
+
+        All processes of a training must agree on them.
+        """
+        of_leaves = (leaf.program for leaf in analysis.leaf_updates)
+        programs = analysis.shared.program, *of_leaves, analysis.tail.program
+        distinct = dict.fromkeys(programs)  # leaves of one shape have equal programs
+        eqns = [x for program in distinct for x in program.eqns]
+        operands = [x for one in eqns for x in one.inputs]
+        operands += [x for program in distinct for x in program.outputs]
+        constants = [str(x.value) for x in operands if isinstance(x, Constant)]
+        names = " ".join([x.primitive.name for x in eqns])
+        kind = lambda x: dtype_and_shape(jax.typeof(x)) + " on the host" * on_host(x)
+        types = lambda tree: {
+            keystr(path): kind(x) for path, x in zip(*leaf_paths(tree), strict=True)
+        }
+        divisions = zip(leaf_paths(params)[0], layout.parameter_shards, strict=True)
+        settings = "page_size device_budget min_paged_size host_memory_kind".split()
+        settings.append("per_parameter_steps")
+        return {
+            **{name: {"": str(getattr(self, name))} for name in settings},
+            # The text of a codec has the address of its object.
+            "codec": {
+                repr([key]): re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
+                for key, rule in self.rules.items()
+            },
+            "parameter ": types(params),
+            "how they are divided, ": {
+                keystr(path): f"{x.spec} over {dict(x.mesh.shape)}"
+                for path, x in divisions
+                if x
+            },
+            "state": types(state),
+            "constant ": dict.fromkeys(constants, "in the transformation"),
+            "what it computes": {
+                "": f"{len(eqns)} operations, {zlib.crc32(names.encode()):08x}"
+            },
+        }
 
     def moved(self, layout: StateLayout, leaves: Sequence[StoredOrShape]) -> str:
         """Returns the warning text for moments beyond `device_budget`, or ""."""

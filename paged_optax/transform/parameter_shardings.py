@@ -45,15 +45,10 @@ def axes_of(mesh: Mesh | AbstractMesh | None) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class MomentShards:
-    """Division of a parameter's moments, as `init` sees it.
-
-    Attributes:
-      shards: The division; None: undivided.
-      apart: True if it is Flax's metadata, and not the parameter's own division.
-    """
+    """Division of a parameter's moments, as `init` sees it."""
 
     shards: Shards | None
-    apart: bool = False
+    apart: bool = False  # it is Flax's metadata, and not the parameter's own division
 
     @property
     def axes(self) -> Axes:
@@ -62,11 +57,7 @@ class MomentShards:
 
 
 def check_even(params: PyTree) -> None:
-    """Raises if parameters have shardings that no array could have.
-
-    Raises:
-      ValueError: If the sharding of a parameter does not divide it evenly.
-    """
+    """Raises if the sharding of a parameter does not divide it evenly."""
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -90,11 +81,7 @@ class ParameterShardings:
     """Shardings of a paged transformation's parameters.
 
     A sharding seen on a mesh applies to meshes of the same axes and sizes, on any
-    devices: no state returns to a mesh that it has left.
-
-    Args:
-      shardings: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
-        structure, or a prefix of it; None for nothing.
+    devices: no state returns to a mesh that it has left. `shardings` is `paged`'s.
     """
 
     def __init__(self, shardings: PyTree = None):
@@ -107,11 +94,13 @@ class ParameterShardings:
 
     def see(
         self,
-        paths: Sequence[KeyPath],
-        parameters: Sequence[Parameter],
-        metadata: Sequence[NamedSharding | None],
-    ) -> list[MomentShards | None]:
-        """Returns the division of each parameter's moments, for `init` to remember.
+        path: KeyPath,
+        x: Parameter,
+        metadata: NamedSharding | None,
+        *,
+        remember: bool,
+    ) -> MomentShards | None:
+        """Returns the division of a parameter's moments in a new state.
 
         None for a traced parameter of unknown sharding. The types of parameters in
         `abstract_state` replace what was seen before: a state is restored for them.
@@ -120,21 +109,14 @@ class ParameterShardings:
           ValueError: If Flax's metadata does not fit its parameter, or a parameter had
             another sharding before, on a mesh of the same axes.
         """
-        return list(map(self._see, paths, parameters, metadata))
-
-    def _see(
-        self, path: KeyPath, x: Parameter, metadata: NamedSharding | None
-    ) -> MomentShards | None:
         key, visitor = (keystr(path), x.shape), current().visitor
+        before = self._recall(key, _find_mesh([x]), is_traced(x))
         if metadata is not None and metadata.mesh.size > 1:
-            fits = len(metadata.spec) <= len(x.shape)
-            new = MomentShards(Shards.create(metadata, x.shape) if fits else None, True)
+            new = MomentShards(Shards.create(metadata, x.shape), True)
             if new.shards is None:
                 raise _uneven("optimizer_sharding", metadata, path, x.shape)
-        elif (
-            before := self._recall(key, _find_mesh([x]), is_traced(x))
-        ) and before.apart:
-            return before  # `update` passes parameters without their variables
+        elif before and before.apart:
+            new = before  # `update` passes parameters without their variables
         else:
             sharding = getattr(x, "sharding", None)
             if is_traced(x):
@@ -146,41 +128,31 @@ class ParameterShardings:
             known = new.shards is not None or key in self._seen
             if self.argument or sharding is None or (is_traced(x) and not known):
                 return None
-        before = self._seen.get(key, {}).get(new.axes)
-        if visitor is None and before and new.shards and before.shards:
+        by_mesh = self._seen.get(key, {})
+        before, shards = by_mesh.get(new.axes), new.shards
+        if visitor is None and before and before.shards and shards:
             # Explicit types have the shardings in nearly every update.
-            compared = new.apart or not (_typed(new.shards) or _typed(before.shards))
-            if compared and new.shards.axes != before.shards.axes:
-                raise _conflict(key, new.shards, before.shards)
+            compared = new.apart or not (_typed(shards) or _typed(before.shards))
+            if compared and shards.axes != before.shards.axes:
+                raise _conflict(key, shards, before.shards)
+        if new.apart and shards and visitor:
+            mesh = shards.mesh if visitor.mesh is None else visitor.mesh
+            shards = dataclasses.replace(shards, mesh=mesh)
+            remember = remember and isinstance(mesh, Mesh)  # not a fictitious mesh
+        if remember:
+            self._remember(key, MomentShards(shards, new.apart))
         return new
 
-    def remember(
-        self,
-        paths: Sequence[KeyPath],
-        parameters: Sequence[Parameter],
-        seen: Sequence[MomentShards | None],
-    ) -> None:
-        """Remembers the results of `see`."""
-        visitor = current().visitor
-        for path, x, new in zip(paths, parameters, seen, strict=True):
-            if new is None:
-                continue
-            key, shards = (keystr(path), x.shape), new.shards
-            if new.apart and shards and visitor:
-                mesh = shards.mesh if visitor.mesh is None else visitor.mesh
-                shards = dataclasses.replace(shards, mesh=mesh)
-                if not isinstance(mesh, Mesh):
-                    continue  # a fictitious mesh
-            axes = axes_of(shards and shards.mesh)
-            by_mesh = self._seen.setdefault(key, {})
-            before = by_mesh.pop(axes, MomentShards(None)).shards
-            if before and shards and before.axes == shards.axes:
-                # A mesh with devices has more information than an abstract one.
-                shards = shards if isinstance(shards.mesh, Mesh) else before
-            by_mesh[axes] = MomentShards(shards, new.apart)
-            _divided.discard((key, axes))
-            if shards and not new.apart and max(shards.divisions, default=1) > 1:
-                _divided.add((key, axes))
+    def _remember(self, key: PathAndShape, new: MomentShards) -> None:
+        by_mesh, shards, axes = self._seen.setdefault(key, {}), new.shards, new.axes
+        before = by_mesh.pop(axes, MomentShards(None)).shards
+        if before and shards and before.axes == shards.axes:
+            # A mesh with devices has more information than an abstract one.
+            shards = shards if isinstance(shards.mesh, Mesh) else before
+        by_mesh[axes] = MomentShards(shards, new.apart)
+        _divided.discard((key, axes))
+        if shards and not new.apart and max(shards.divisions, default=1) > 1:
+            _divided.add((key, axes))
 
     def find(
         self, path: KeyPath, *arrays: ArrayOrShape, moments: bool = True
@@ -218,10 +190,7 @@ class ParameterShardings:
         return next(filter(None, (exact, *args, resized)), None)
 
     def _recall(
-        self,
-        key: PathAndShape,
-        mesh: Mesh | AbstractMesh | None,
-        resized: bool = False,
+        self, key: PathAndShape, mesh: Mesh | AbstractMesh | None, resized: bool = False
     ) -> MomentShards | None:
         """Returns the division seen on a mesh; the most recent one without a mesh.
 
@@ -267,11 +236,7 @@ class ParameterShardings:
                     " jax.set_mesh(mesh)."
                 )
             requested = NamedSharding(mesh, requested)
-        shards = (
-            Shards.create(requested, shape)
-            if len(requested.spec) <= len(shape)
-            else None
-        )
+        shards = Shards.create(requested, shape)
         if shards is None and requested.mesh.size > 1:
             raise _uneven("shardings", requested, path, shape)
         return shards

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import LeafUpdate
+from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
@@ -24,53 +25,42 @@ from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import sharing, uncut
 from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
-from paged_optax.transform.groups import divided_as, loop_key
+from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.init import NewState
-from paged_optax.transform.paged_transformation import PagedTransformation
-from paged_optax.transform.trees import arrays_and_rest, leaf_paths
+from paged_optax.transform.trees import (
+    StoredOrShape,
+    Traceable,
+    Value,
+    arrays_and_rest,
+    leaf_paths,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """One leaf of a paged state, as planned.
+    """One leaf of a paged state, as planned."""
 
-    Attributes:
-      path: Its path in the state.
-      shape: Its shape; on a mesh, the shape of one device's shard.
-      dtype: Its dtype.
-      bytes: Its bytes, or the bytes of one device's shard.
-      on_host: True if it lives in host memory.
-      pages: Its pages; 1 if it travels whole; 0 on the device.
-      page_bytes: Bytes of one page.
-      leaf: A number common to moments that share pages.
-      in_flight: Most of its pages on the device. Two are read and written; a third is
-        computed if the moment is coded, or if the page is a whole leaf. On a GPU the
-        only moment of a parameter has three, or four if it travels both ways. The
-        widest moment has one more if narrower ones are converted to its dtype.
-      beside: Bytes of its scales or codes, if they travel whole and not in pages.
-      refused: Reason why a moment larger than a page cannot be paged on this backend,
-        and the way out; empty if it can.
-      bidirectional: True if one page of it is read while another is written.
-      small: True if it stays on the device because it is under `min_paged_size`.
-      elementwise: True if its update is element-wise.
-      uncoded: True if it is too small for the codec of its rule.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # in the state
+    shape: tuple[int, ...]  # on a mesh, of one device's shard
     dtype: str
-    bytes: int
+    bytes: int  # on a mesh, of one device's shard
     on_host: bool
-    pages: int
-    page_bytes: int
-    leaf: int
+    pages: int  # 1 if it travels whole; 0 on the device
+    page_bytes: int  # bytes of one page
+    leaf: int  # a number common to moments that share pages
+    # Most of its pages on the device. Two are read and written; a third is computed if
+    # the moment is coded, or if the page is a whole leaf. On a GPU the only moment of a
+    # parameter has three, or four if it travels both ways. The widest moment has one
+    # more if narrower ones are converted to its dtype.
     in_flight: int = 2
-    beside: int = 0
+    beside: int = 0  # bytes of its scales or codes, if they travel whole
+    # Reason why a moment larger than a page cannot be paged on this backend, and the
+    # way out; empty if it can.
     refused: str = ""
-    bidirectional: bool = False
-    small: bool = False
-    elementwise: bool = True
-    uncoded: bool = False
+    bidirectional: bool = False  # one page of it is read while another is written
+    small: bool = False  # it stays on the device because it is under `min_paged_size`
+    elementwise: bool = True  # its update is element-wise
+    uncoded: bool = False  # it is too small for the codec of its rule
 
     @property
     def stays(self) -> str:
@@ -78,31 +68,16 @@ class Moment:
         return "cannot be paged" if self.refused else "small" if self.small else "-"
 
 
-#: Describes the moments of a paged transformation, given `update`'s extra arguments.
-Describe = Callable[[Mapping[str, PyTree]], list[Moment]]
+def recorded(tx: Transformation, params: optax.Params) -> list[NewState]:
+    """Returns the new states of all paged transformations inside `tx`, on shapes.
 
-
-def recorded(
-    tx: Transformation, params: optax.Params
-) -> list[tuple[PagedTransformation, Describe]]:
-    """Returns every paged transformation inside `tx`: chained, masked, injected.
-
-    Args:
-      tx: The transformation; it is initialised on shapes alone.
-      params: The parameters, or their `ShapeDtypeStruct`s.
-
-    Returns:
-      Each, and a function that describes its moments.
-
-    Raises:
-      ValueError: If nothing in `tx` is paged.
+    They may be chained, masked or injected. Raises `ValueError` if there is none.
     """
-    calls: list[tuple[PagedTransformation, Describe]] = []
+    states: list[NewState] = []
 
     def record(state: NewState) -> None:
         shapes = jax.tree.map(shape_dtype, state.params)
-        describe = functools.partial(planned_moments, state, shapes)
-        calls.append((state.paged, describe))
+        states.append(dataclasses.replace(state, params=shapes))
 
     # A new function each time: JAX caches traces, context and all, as long as the
     # function lives.
@@ -110,36 +85,35 @@ def recorded(
     visitor = Visitor(init=record)
     with within(visitor=visitor), explicitly_typed(params) as shapes:
         jax.eval_shape(init, shapes)
-    if not calls:
+    if not states:
         raise ValueError(
             "tx has no paged transformation inside: wrap one with paged(...), or use"
             " an alias such as paged_adamw."
         )
-    return calls
+    return states
 
 
 @contextlib.contextmanager
 def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
     """Yields shapes of parameters on explicit axes, whose types have shardings."""
     leaves, structure = jax.tree.flatten(params)
-    divided = [x and x.sharding for x in map(Shards.of_array, leaves)]
     explicit = lambda mesh: AbstractMesh(
         mesh.axis_sizes,
         mesh.axis_names,
         axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
     )
-    places = [x and NamedSharding(explicit(x.mesh), x.spec) for x in divided]
-    meshes = [explicit(x.mesh) for x in divided if x is not None]
+    places = [
+        x and NamedSharding(explicit(x.mesh), x.spec)
+        for x in map(Shards.of_array, leaves)
+    ]
     typed = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
         for x, place in zip(leaves, places, strict=True)
     ]
-    on_mesh = (
-        jax.sharding.use_abstract_mesh(meshes[0])
-        if meshes
-        else contextlib.nullcontext()
-    )
-    with on_mesh:
+    mesh = next((x.mesh for x in places if x is not None), None)
+    with contextlib.ExitStack() as stack:
+        if isinstance(mesh, AbstractMesh):
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         yield structure.unflatten(typed)
 
 
@@ -149,60 +123,25 @@ _WHOLE = (
 )
 
 
-def planned_moments(
-    state: NewState, params: PyTree[jax.ShapeDtypeStruct], extra: Mapping[str, PyTree]
-) -> list[Moment]:
-    """Describes the placement and the pages of each moment.
-
-    Args:
-      state: The new state.
-      params: The shapes and dtypes of the parameters.
-      extra: Extra arguments of `update`.
-
-    Returns:
-      One description for each leaf of the state.
-    """
+def planned_moments(state: NewState, extra: Mapping[str, PyTree]) -> list[Moment]:
+    """Describes the placement and the pages of each moment; `extra`: of `update`."""
     paged, layout, stays = state.paged, state.layout, state.stays
-    extras = arrays_and_rest({"extra_args": extra})
-    analysis, _ = paged.analyse(
-        params, layout.shapes, layout.param_indices, params, *extras
+    extras, static = arrays_and_rest({"extra_args": extra})
+    analysis, constants = paged.analyse(
+        state.params, layout.shapes, layout.param_indices, state.params, extras, static
     )
-    parameters = jax.tree.leaves(params)
-    first, leaves = len(parameters), layout.leaves
-    state_paths, avals = leaf_paths(layout.shapes)
-    leaf_shape = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
-    groups: dict[Hashable, list[_StreamedMoments]] = {}
-    for leaf in analysis.leaf_updates:
-        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
-        formats = {
-            i: MomentFormat(
-                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
-            )
-            for i in numbers
-            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
-        }
-        shards = divided_as(leaf, parameters, layout.parameter_shards)
-        dtype = None if leaf.param_index is None else parameters[leaf.param_index].dtype
-        shared = [i for i in leaf.inputs if leaf_shape.get(i) != leaf.shape]
-        key = loop_key(
-            analysis,
-            leaf,
-            [*formats.values()],
-            shards,
-            shared,
-            singly=paged.per_parameter_steps,
-        )
-        streamed = _StreamedMoments(leaf, formats, shards, dtype)
-        groups.setdefault((key, dtype), []).append(streamed)
-    geometry, index = _geometry(paged, groups.values(), memory.platform())
-    elementwise = analysis.elementwise
+    first = layout.parameters.num_leaves
+    elementwise = {i - first for i in analysis.elementwise}
+    geometry = _geometry(state, analysis, constants, extras)
     moments = []
+    state_paths, _ = leaf_paths(layout.shapes)
     small = layout.small(paged.min_paged_size)
-    coded = coded_moments(paged.rules, layout.shapes, params, layout.param_indices)
+    shapes = layout.shapes, state.params, layout.param_indices
+    coded = coded_moments(paged.rules, *shapes)
     for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
         x, codec, shape = leaf.aval, leaf.codec, leaf.local
-        unstreamed = index + i, uncut(x.shape).gpu, False, 3
-        index, pages, both, flying = geometry.get(i, unstreamed)
+        whole = _PlannedPages(i, uncut(x.shape).gpu, False, 3)
+        number, pages, both, flying = geometry.get(i, whole)
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
         parts = PagedArray.create(stored, pages, codec, on_host=not stays[i]).parts
         preloaded = [part for part in parts if part.preloaded]
@@ -216,77 +155,110 @@ def planned_moments(
                 on_host=not stays[i],
                 pages=0 if stays[i] else max(1, pages.count),
                 page_bytes=0 if stays[i] else _page_bytes(pages, x),
-                leaf=index,
+                leaf=number,
                 in_flight=flying if codec is None else 3,
                 beside=sum(map(layout_bytes, preloaded)),
                 refused=state.refused.get(i, "" if stays[i] else reason),
                 bidirectional=both and not stays[i],
                 small=leaf.size is not None and small[i],
-                elementwise=first + i in elementwise,
+                elementwise=i in elementwise,
                 uncoded=codec is None and (y := coded[i]) is not None and y.small,
             )
         )
     return moments
 
 
-class _StreamedMoments(NamedTuple):
-    """A leaf's program, and its streamed moments by their positions in the state."""
-
-    leaf: LeafUpdate
-    formats: dict[int, MomentFormat]
-    shards: Shards | None
-    dtype: np.dtype | None  # of its parameter
-
-    @property
-    def converted(self) -> int | None:
-        """Position of a moment of which XLA keeps one more page, for conversions.
-
-        It does for remainders, which join the bits of the parameter, and for moments of
-        fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has
-        the size of the widest, in which nothing else fits.
-        """
-        offloaded = {i: x.itemsize for i, x in self.formats.items() if x.on_host}
-        coded = any(x.codec for x in self.formats.values())
-        if len({*offloaded.values()}) < 2 or self.dtype is None or coded:
-            return None
-        remainders = any(x.dtype in (jnp.int16, jnp.int8) for x in self.leaf.avals)
-        if not remainders and self.dtype.itemsize <= min(offloaded.values()):
-            return None
-        return max(offloaded, key=lambda i: (offloaded[i], i))
+class _PlannedPages(NamedTuple):
+    leaf: int  # the position of the first moment that shares the pages
+    pages: Pages
+    bidirectional: bool
+    in_flight: int  # most of them on the device
 
 
 def _geometry(
-    paged: PagedTransformation,
-    groups: Iterable[Sequence[_StreamedMoments]],
-    platform: str,
-) -> tuple[dict[int, tuple[int, Pages, bool, int]], int]:
+    state: NewState,
+    analysis: Analysis,
+    constants: Mapping[int, ArrayLike],
+    extras: Sequence[Traceable],
+) -> dict[int, _PlannedPages]:
     """Returns the pages of moments, by their positions among the state's leaves.
 
-    Returns:
-      For each moment the number common to moments that share pages, its pages, whether
-      they travel both ways, and the most of them on the device; and the count of
-      numbers.
+    Leaves are grouped as `update` groups them, in a trace of their types.
     """
-    geometry: dict[int, tuple[int, Pages, bool, int]] = {}
-    index = 0
-    for group in groups:
-        leaf, formats, shards, _ = group[0]
-        cut = paged.geometry(leaf, [*formats.values()], shards, len(group))
-        pages, offloaded = cut.on(platform), sum(x.on_host for x in formats.values())
-        for part in sharing(pages, len(group)):
-            both = pages.bidirectional(offloaded * len(group[part]))
+    layout, stays, parameters = state.layout, state.stays, jax.tree.leaves(state.params)
+    first, leaves, platform = len(parameters), layout.leaves, memory.platform()
+    groups: list[list[tuple[LeafUpdate, Shards | None]]] = []
+    # The mesh may be fictitious: leaves on the device are not constrained to it.
+    whole = tuple(dataclasses.replace(x, shards=None) for x in leaves)
+    layout = dataclasses.replace(layout, leaves=whole)
+
+    def group(stored: list[StoredOrShape], *others: Sequence[Value]) -> None:
+        gradients, *remaining = others
+        place = lambda x, stays: x if stays else jax.device_put(x, memory.HOST)
+        args = [*gradients, *map(place, stored, stays), *itertools.chain(*remaining)]
+        counts = {first + i: [args[first + i]] * first for i in layout.counts}
+        moves = dict.fromkeys([None, *range(first)], True)
+        streams = LeafStreams(analysis, layout, args, counts, [True] * first, moves)
+        _, grouped = streams.grouped(Evaluation(analysis, args, constants, counts))
+        for _, members in grouped:
+            updates = {i: analysis.leaf_updates[i] for i in members}
+            groups.append([(updates[i], x.shards) for i, x in members.items()])
+
+    stored = [leaf.stored for leaf in leaves]
+    jax.eval_shape(group, stored, parameters, parameters, extras)
+
+    def formats_of(leaf: LeafUpdate) -> dict[int, MomentFormat]:
+        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
+        return {
+            i: MomentFormat(
+                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
+            )
+            for i in numbers
+            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
+        }
+
+    geometry: dict[int, _PlannedPages] = {}
+    for members in groups:
+        leaf, shards = members[0]
+        formats = [*formats_of(leaf).values()]
+        cut = state.paged.geometry(leaf, formats, shards, len(members))
+        pages, offloaded = cut.on(platform), sum(x.on_host for x in formats)
+        for part in sharing(pages, len(members)):
+            both = pages.bidirectional(offloaded * len(members[part]))
             # On a GPU the kernel of a single moment may keep a further page. With
             # several moments XLA:GPU never did (jax 0.10.2).
             single = offloaded == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
-            for item in group[part]:
-                planned = index, pages, both, flying
-                geometry.update(dict.fromkeys(item.formats, planned))
-                widest = item.converted
+            number = min(formats_of(members[part][0][0]))
+            planned = _PlannedPages(number, pages, both, flying)
+            for leaf, _ in members[part]:
+                moments = formats_of(leaf)
+                geometry |= dict.fromkeys(moments, planned)
+                owner = leaf.param_index
+                dtype = None if owner is None else parameters[owner].dtype
+                widest = _converted(leaf, moments, dtype)
                 if pages.leaf_count == 1 < pages.count and widest is not None:
-                    geometry[widest] = index, pages, both, flying + 1
-            index += 1
-    return geometry, index
+                    geometry[widest] = planned._replace(in_flight=flying + 1)
+    return geometry
+
+
+def _converted(
+    leaf: LeafUpdate, formats: Mapping[int, MomentFormat], dtype: np.dtype | None
+) -> int | None:
+    """Returns the moment of which XLA keeps one more page, for conversions, or None.
+
+    It does for remainders, which join the bits of the parameter, and for moments of
+    fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has the
+    size of the widest, in which nothing else fits. `dtype` is the parameter's.
+    """
+    offloaded = {i: x.itemsize for i, x in formats.items() if x.on_host}
+    coded = any(x.codec for x in formats.values())
+    if len({*offloaded.values()}) < 2 or dtype is None or coded:
+        return None
+    remainders = any(x.dtype in (jnp.int16, jnp.int8) for x in leaf.avals)
+    if not remainders and dtype.itemsize <= min(offloaded.values()):
+        return None
+    return max(offloaded, key=lambda i: (offloaded[i], i))
 
 
 def _page_bytes(pages: Pages, moment: ArrayOrShape) -> int:

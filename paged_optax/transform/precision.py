@@ -21,14 +21,9 @@ _LARGE = 0.8
 
 
 class MasterWeightsState(NamedTuple):
-    """The state of `with_master_weights`.
+    """The state of `with_master_weights`."""
 
-    Attributes:
-      master: The parameters in full precision.
-      inner_state: The state of the wrapped transformation.
-    """
-
-    master: optax.Params
+    master: optax.Params  # in full precision
     inner_state: optax.OptState
 
 
@@ -65,14 +60,8 @@ def with_master_weights(
     the same amount: a transformation chained after this one, a wrapper around it, a
     restore of weights alone. If no update in the parameters' dtype reaches the rounded
     master copy, as at a change of sign, the master absorbs the difference: at most
-    1/128 of the step, for parameters in bfloat16.
-
-    Args:
-      inner: The transformation. The master copy is its `params`.
-      dtype: The dtype of the master copy, of the moments, and of the computation.
-
-    Returns:
-      The transformation; its updates have the parameters' dtype.
+    1/128 of the step, for parameters in bfloat16. Moments and computation have the
+    master's dtype; updates have the parameters'.
 
     References:
       Micikevicius et al., `Mixed Precision Training
@@ -108,13 +97,9 @@ def with_master_weights(
 def current_master(param: Array, master: Array) -> Array:
     """Returns the master copy of a parameter that may have changed since.
 
-    Args:
-      param: The parameter.
-      master: The copy in the state, which rounds to the former parameter.
-
-    Returns:
-      The copy, moved by the parameter's change; the parameter itself if the moved copy
-      does not round to it, as after a replacement by a much smaller number.
+    `master` rounds to the former parameter, and moves by the parameter's change. If the
+    moved copy does not round to the parameter, as after a replacement by a much smaller
+    number, the parameter itself is the copy.
     """
     if master.dtype == param.dtype:
         return param
@@ -139,12 +124,8 @@ def update_towards(x: Array, master: Array, dtype: DTypeLike) -> Array:
     parameter by a whole unit in its last place: a later transformation then counts each
     unit once, and smaller steps accumulate exactly. If it halves them, none moves the
     parameter. Larger updates are as near to the difference as the dtype allows, so that
-    a later transformation rounds them no worse than updates without a master copy.
-
-    Args:
-      x: The parameter, in the master's dtype.
-      master: The master copy.
-      dtype: The parameter's own dtype.
+    a later transformation rounds them no worse than updates without a master copy. `x`
+    is the parameter in the master's dtype, and `dtype` its own.
     """
     target, near = rounded(master, dtype), rounded(master - x, dtype)
     exact = rounded(jnp.where(target == x, 0, target - x), dtype)  # of infinities, 0
@@ -177,14 +158,9 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
 
 
 class CountedState(NamedTuple):
-    """The state of `counted`.
+    """The state of `counted`."""
 
-    Attributes:
-      step: The number of updates.
-      inner_state: The state of the wrapped transformation.
-    """
-
-    step: ArrayLike
+    step: ArrayLike  # the number of updates
     inner_state: optax.OptState
 
 

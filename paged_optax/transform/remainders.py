@@ -3,6 +3,7 @@
 An Optax transformation around another, independent of paging.
 """
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -20,15 +21,21 @@ _LOWEST = np.int32(-(2**31))
 
 
 class MasterRemaindersState(NamedTuple):
-    """The state of `with_master_remainders`.
+    """The state of `with_master_remainders`."""
 
-    Attributes:
-      remainder: For each bfloat16 parameter the distance to its master copy, in int16
-        or int8; `optax.MaskedNode` for others, which are their own masters.
-      inner_state: The state of the wrapped transformation.
+    # For each bfloat16 parameter the distance to its master copy, in int16;
+    # `optax.MaskedNode` for others, which are their own masters.
+    remainder: PyTree
+    inner_state: optax.OptState
+
+
+class MasterRemaindersInt8State(NamedTuple):
+    """The state of `with_master_remainders` in 8 bits.
+
+    Its field has another name, because a restore would cast int8 to int16 or back.
     """
 
-    remainder: PyTree
+    remainder_int8: PyTree  # of matrices in int8, of vectors in int16
     inner_state: optax.OptState
 
 
@@ -61,21 +68,18 @@ def with_master_remainders(
     The parameter is half of its master. Any other change of the parameter changes the
     master too: a transformation chained after this one, a wrapper around it, a restore
     of weights alone. The remainder stays, and is less than a rounding of the parameter.
-
-    Args:
-      inner: The transformation. The master copy is its `params`.
-      dtype: The dtype of the remainders of matrices, int16 or int8.
-
-    Returns:
-      The transformation; its updates have the parameters' dtype.
+    `dtype`, int16 or int8, is the one of matrices' remainders.
 
     References:
       Kalamkar et al., `Optimizing Deep Learning Recommender Systems' Training on CPU
       Cluster Architectures <https://arxiv.org/abs/2005.04680>`_, 2020, which splits a
       float32 number in two; NVIDIA Apex calls it `store_param_remainders`.
     """
+    in_int8 = jnp.dtype(dtype) == jnp.int8
+    kind = MasterRemaindersInt8State if in_int8 else MasterRemaindersState
+    get = operator.attrgetter(kind._fields[0])
 
-    def init(params: optax.Params) -> MasterRemaindersState:
+    def init(params: optax.Params) -> PyTree:
         def zeros(p: Array) -> Array | optax.MaskedNode:
             if p.dtype == jnp.bfloat16:
                 # Vectors are small, and scales of norms are large beside their steps.
@@ -89,7 +93,7 @@ def with_master_remainders(
             return optax.MaskedNode()
 
         masters = wider(params, jnp.float32)
-        return MasterRemaindersState(jax.tree.map(zeros, params), inner.init(masters))
+        return kind(jax.tree.map(zeros, params), inner.init(masters))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -99,7 +103,8 @@ def with_master_remainders(
                 "master_remainders needs the parameters: call"
                 " update(updates, state, params)."
             )
-        masters = jax.tree.map(get_master, params, state.remainder)
+        remainders = get(state)
+        masters = jax.tree.map(get_master, params, remainders)
         changed, inner_state = inner.update(
             wider(updates, jnp.float32), state.inner_state, masters, **extra_args
         )
@@ -116,10 +121,10 @@ def with_master_remainders(
             new = rounded(_wide(p) + _wide(moved), p.dtype)
             return _between(new, m + u.astype(m.dtype), r.dtype)
 
-        trees = params, masters, changed, state.remainder
+        trees = params, masters, changed, remainders
         moved = jax.tree.map(difference, *trees)
         kept = jax.tree.map(remainder, *trees, moved)
-        return moved, MasterRemaindersState(kept, inner_state)
+        return moved, kind(kept, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -132,12 +137,7 @@ def _is_split(remainder: PyTree) -> bool:
 def get_master(param: Array, remainder: PyTree) -> Array:
     """Returns the float32 master copy of a parameter.
 
-    Args:
-      param: The parameter.
-      remainder: Its remainder in int16 or int8, or a tree without an array.
-
-    Raises:
-      ValueError: If the parameter had another dtype at `init`.
+    A parameter that is its own master has a tree without an array as its remainder.
     """
     split = _is_split(remainder)
     if split != (param.dtype == jnp.bfloat16):

@@ -9,12 +9,14 @@ follow a parameter's own updates.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
@@ -38,12 +40,14 @@ from paged_optax.codecs import (
     quantized_as,
 )
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.moment_parts import (
-    arranged_like,
-    layout_kinds,
-    reshaped_like,
+from paged_optax.transform.codec_rules import Rule, choose, coded_moments
+from paged_optax.transform.context import current
+from paged_optax.transform.trees import (
+    Parameter,
+    StoredOrShape,
+    leaf_paths,
+    parameter_of,
 )
-from paged_optax.transform.trees import Parameter, StoredOrShape, leaf_paths
 
 
 class OtherLayoutError(ValueError):
@@ -52,17 +56,10 @@ class OtherLayoutError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """Storage of one leaf of a state.
+    """Storage of one leaf of a state."""
 
-    Attributes:
-      aval: Its shape and dtype, decoded.
-      param_index: The parameter that it belongs to, or None.
-      shards: Its division over a mesh, or None.
-      codec: Its codec, or None.
-    """
-
-    aval: jax.ShapeDtypeStruct
-    param_index: int | None
+    aval: jax.ShapeDtypeStruct  # decoded
+    param_index: int | None  # the parameter that it belongs to
     shards: Shards | None
     codec: Codec | None
 
@@ -113,23 +110,14 @@ class StoredLeaf:
         )
 
     def read(self, stored: PyTree) -> StoredOrShape:
-        """Returns a coded moment, from any container that a restore made.
-
-        Raises:
-          OtherLayoutError: If it has another codec, or other shards.
-        """
-        if isinstance(self.stored, Quantized) and (names := codec_fields(stored)):
-            name = of_one_part(names[0]) if in_shard_map() else names[0]
-            # Before containers named the codec, the field was called `codes`.
-            if name not in (self.codes_field, "codes"):
-                raise OtherLayoutError(
-                    f"the state has a field {names[0]!r}, where codec {self.codec!r}"
-                    f" stores a moment of shape {self.aval.shape} in"
-                    f" {self.codes_field!r}: pass the codec and the parameters that the"
-                    " state was made with, divided as they were, or make the state with"
-                    " this transformation's own init."
-                )
-        if layout_kinds(stored) != layout_kinds(self.stored):
+        """Returns a coded moment, from any container that a restore made."""
+        fields = codec_fields(stored) if isinstance(self.stored, Quantized) else ()
+        # Before containers named the codec, the field was called `codes`.
+        field = fields[0] if fields else "codes"
+        if in_shard_map():
+            field = of_one_part(field)
+        alike = _layout_kinds(stored) == _layout_kinds(self.stored)
+        if not alike or (field != "codes" and field != self.codes_field):
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
                 f" {self.codec!r} stores {self.stored}: pass the codec that the state"
@@ -142,19 +130,11 @@ class StoredLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """A state's structure, and the storage of its leaves.
+    """A state's structure, and the storage of its leaves."""
 
-    Attributes:
-      structure: The structure of the transformation's own state.
-      leaves: The storage of each leaf.
-      counts: The positions of step counts of which each parameter has its own.
-      parameters: The structure of the parameters.
-      parameter_shards: For each parameter its division over a mesh, or None.
-    """
-
-    structure: PyTreeDef
+    structure: PyTreeDef  # of the transformation's own state
     leaves: tuple[StoredLeaf, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # positions of counts of which each parameter has its own
     parameters: PyTreeDef
     parameter_shards: tuple[Shards | None, ...]
 
@@ -162,23 +142,31 @@ class StateLayout:
     def create(
         cls,
         shapes: PyTree[ArrayOrShape],
-        codecs: Sequence[Codec | None],
+        state: PyTree,
         params: PyTree,
-        param_indices: Sequence[int | None],
         parameter_shards: Sequence[Shards | None],
-        parts: Mapping[int, StoredOrShape],
-        *,
+        rules: Mapping[str, Rule],
         per_parameter_steps: bool,
+        param_indices: Sequence[int | None] | None = None,
     ) -> "StateLayout":
-        """Returns the layout of a state, given the transformation's own.
+        """Returns the layout of `state`, given the shapes of the transformation's own.
 
-        `parts` are encoded parts of larger moments, by the position of the leaf.
+        `param_indices` has the parameter of each of the shapes; None to compute them.
+        Within a `jax.shard_map`, and in a layer of a stack, moments are parts of larger
+        ones. Whether and how a part is coded depends on the whole moment: the arrays of
+        the state show it.
         """
         avals, structure = jax.tree.flatten(shapes)
         parameters, parameter_structure = jax.tree.flatten(params)
+        if param_indices is None:
+            param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
+        parts = _encoded_parts(avals, structure, state) if rules else {}
+        coded = coded_moments(rules, shapes, params, param_indices)
+        codecs = choose(coded, parts)
 
-        def leaf(index: int) -> StoredLeaf:
-            param_index, x, codec = param_indices[index], avals[index], codecs[index]
+        def leaf(
+            index: int, x: ArrayOrShape, param_index: int | None, codec: Codec | None
+        ) -> StoredLeaf:
             shards = None
             # Moments of other shapes, such as factored ones, are undivided.
             if param_index is not None and x.shape == parameters[param_index].shape:
@@ -189,18 +177,13 @@ class StateLayout:
                 local = shards.local(x.shape) if shards else x.shape
                 codec, base = arranged(codec, local, x.shape), codec
                 if index in parts:
-                    codec = arranged_like(parts[index], base, x.shape) or codec
+                    codec = _arranged_like(parts[index], base, x.shape) or codec
             return StoredLeaf(shape_dtype(x), param_index, shards, codec)
 
-        leaves = tuple(map(leaf, range(len(avals))))
-        counts = tuple(
-            index
-            for index, x in enumerate(avals)
-            if per_parameter_steps
-            and parameters
-            and not x.ndim
-            and counts_steps(x.dtype)
-        )
+        leaves = tuple(map(leaf, range(len(avals)), avals, param_indices, codecs))
+        own_counts = per_parameter_steps and parameters
+        is_own = lambda x: own_counts and not x.ndim and counts_steps(x.dtype)
+        counts = tuple(i for i, x in enumerate(avals) if is_own(x))
         shards = tuple(parameter_shards)
         return cls(structure, leaves, counts, parameter_structure, shards)
 
@@ -238,10 +221,8 @@ class StateLayout:
     def take_apart(self, state: PyTree) -> list[StoredOrShape]:
         """Returns a state's leaves as they are stored.
 
-        A count of which each parameter has its own is a list.
-
-        Raises:
-          ValueError: If the state is of another layout.
+        A count of which each parameter has its own is a list. Raises `ValueError` if
+        the state is of another layout.
         """
         arrays = self.structure.flatten_up_to(state)
         arrays = [
@@ -322,33 +303,24 @@ def too_small(
 
 def resident(
     sizes: Sequence[int | None],
-    param_indices: Sequence[Hashable],
+    owners: Sequence[Hashable],
     budget: int | None,
     stays: Sequence[bool],
 ) -> list[bool]:
     """Chooses the state leaves that stay on the device.
 
     A step reads every page once, in one order, so the best choice (Belady's) is a fixed
-    set: small leaves, step counts and keys always, then the moments of parameters in
-    order until the budget is spent.
-
-    Args:
-      sizes: For each leaf of the state its bytes; None if it is never paged.
-      param_indices: For each leaf its parameter, or its stack; or None.
-      budget: Bytes of moments that may stay; None: all.
-      stays: For each leaf whether it always stays, outside of the budget.
-
-    Returns:
-      For each state leaf whether it stays.
+    set: the leaves that always `stays` names, then the moments of parameters in order
+    until the budget is spent; None: all. Moments of one owner, a parameter or a stack,
+    stay or go as one.
     """
     if budget is None:
         return [True] * len(sizes)
     stays = list(stays)
-    # Moments of a parameter stay or go as one.
     groups: dict[Hashable, list[int]] = {}
-    for leaf, param_index in enumerate(param_indices):
+    for leaf, owner in enumerate(owners):
         if not stays[leaf]:
-            key = ("leaf", leaf) if param_index is None else param_index
+            key = ("leaf", leaf) if owner is None else owner
             groups.setdefault(key, []).append(leaf)
     for group in groups.values():
         size = sum(sizes[leaf] or 0 for leaf in group)
@@ -357,3 +329,62 @@ def resident(
             for leaf in group:
                 stays[leaf] = True
     return stays
+
+
+def _encoded_parts(
+    avals: Sequence[ArrayOrShape], structure: PyTreeDef, state: PyTree
+) -> dict[int, StoredOrShape]:
+    """Returns the encoded parts of moments in a state, by the leaf's position."""
+    if not in_shard_map() and current().layer is None:
+        return {}
+    try:
+        pairs = enumerate(zip(structure.flatten_up_to(state), avals, strict=True))
+    except ValueError:
+        return {}  # of another structure, which `StateLayout.take_apart` refuses
+    # A part without a codec has the moment's dtype.
+    return {i: x for i, (x, y) in pairs if getattr(x, "dtype", None) != y.dtype}
+
+
+def _arranged_like(
+    part: StoredOrShape, codec: Codec, shape: tuple[int, ...]
+) -> Codec | None:
+    """Returns a codec as it stores an encoded part; None: in no known arrangement."""
+    for full in _wholes(shape):
+        candidate = arranged(codec, shape, full)
+        if _layout_kinds(candidate.stored(shape)) == _layout_kinds(part):
+            return candidate
+    return None
+
+
+def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields the shapes of which this may be a part, itself first."""
+    if current().layer is not None and len(shape) > 2 and shape[0] == 1:
+        yield shape
+        shape = 2, *shape[1:]  # all stacks of several layers have one arrangement
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    manual = [size for size, kind in sizes if kind is AxisType.Manual]
+    for places in itertools.product(range(len(shape) + 1), repeat=len(manual)):
+        full = [1, *shape]
+        for place, size in zip(places, manual, strict=True):
+            full[place] *= size  # at 0: divided along no axis of the moment
+        yield tuple(full[1:])
+
+
+def _layout_kinds(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
+    """Returns the shapes and dtypes of codes and scales; a row of scales is a vector.
+
+    If shards are no ranges of the flattened moment, its scales have a row for each.
+    """
+    flat = lambda shape: shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
+    return [
+        (flat(x.shape) if index else x.shape, x.dtype)
+        for index, x in enumerate(jax.tree.leaves(stored))
+    ]
+
+
+def reshaped_like(x: ArrayOrShape, like: ArrayOrShape) -> ArrayOrShape:
+    """Returns an array in the shape of another: scales with or without a row."""
+    if x.shape == like.shape or isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return x.reshape(like.shape)

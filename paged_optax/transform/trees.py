@@ -67,21 +67,14 @@ def leaf_paths(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:
 
 
 def parameter_of(
-    state_paths: Sequence[KeyPath],
-    parameter_paths: Sequence[KeyPath],
+    state_paths: Sequence[KeyPath], parameter_paths: Sequence[KeyPath]
 ) -> list[int | None]:
     """Returns the parameter of each state leaf, by the end of the leaf's path.
 
     Optax keeps moments in trees of the parameters' structure. The path of a moment
     therefore ends with the path of its parameter, like every other path in its tree.
-    `paged_optax.state.leaves` does the same for a state without its parameters.
-
-    Args:
-      state_paths: The paths of the state's leaves.
-      parameter_paths: The paths of the parameters.
-
-    Returns:
-      For each state leaf the position of its parameter; None if it has none.
+    `paged_optax.state.leaves` does the same for a state without its parameters. None: a
+    leaf of no parameter.
     """
     indices = {tuple(path): i for i, path in enumerate(parameter_paths)}
     lengths = sorted({len(path) for path in indices}, reverse=True)

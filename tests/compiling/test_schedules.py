@@ -20,11 +20,13 @@ from paged_optax.backend.compiler_options import (
     SCHEDULED,
     overlap_options,
 )
-from paged_optax.compiling import overlapping
 from paged_optax.compiling.donations import local_device
-from paged_optax.compiling.overlapping import compile_overlapping
+from paged_optax.compiling.jit_step import compile_overlapping
+from paged_optax.compiling.memory_report import device_total
 
 GIB = 2**30
+
+jit_module = sys.modules[compile_overlapping.__module__]
 
 
 def gpu_of(capability, limit=None):
@@ -59,7 +61,7 @@ def options_of(jit, device):
 @pytest.fixture
 def needs(monkeypatch):
     """Each program takes 12 GiB."""
-    monkeypatch.setattr(overlapping, "device_total", lambda compiled: 12 * GIB)
+    monkeypatch.setattr(jit_module, "device_total", lambda compiled: 12 * GIB)
     monkeypatch.delenv("XLA_FLAGS")
 
 
@@ -134,7 +136,7 @@ def test_the_text_is_not_read_to_know_what_a_program_takes():
     compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((64, 64))).compile()
     without = types.SimpleNamespace(memory_analysis=compiled.memory_analysis)
     wanted = po.memory_report(compiled).device_total
-    assert overlapping.device_total(without) == wanted > 0
+    assert device_total(without) == wanted > 0
 
 
 def test_unknown_options(needs):
@@ -152,7 +154,7 @@ def test_other_errors_are_the_users(needs):
 def test_jit_step_compiles_so(space, monkeypatch):
     """With the device's options if there are transfers."""
     asked = []
-    monkeypatch.setattr(overlapping, "overlap_options", lambda x: asked.append(x) or {})
+    monkeypatch.setattr(jit_module, "overlap_options", lambda x: asked.append(x) or {})
     x = jax.device_put(jnp.ones(3), jax.memory.Space[space])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -164,7 +166,7 @@ def test_jit_step_compiles_so(space, monkeypatch):
 def test_transfers_within_a_step_count(monkeypatch):
     """Those of what is neither an argument nor a result."""
     asked = []
-    monkeypatch.setattr(overlapping, "overlap_options", lambda x: asked.append(x) or {})
+    monkeypatch.setattr(jit_module, "overlap_options", lambda x: asked.append(x) or {})
 
     def turn(x, _):
         there = jax.device_put(x, jax.memory.Space.Host)

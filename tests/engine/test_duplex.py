@@ -23,10 +23,9 @@ from paged_optax.backend.platforms import (
     GPU_HAS_STREAMS_BY_DIRECTION,
     GPU_NEEDS_RAW_INDEX,
 )
+from paged_optax.engine import loop
 from paged_optax.engine import pages as page_types
-from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.sharing import MomentFormat, cut
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
@@ -118,21 +117,6 @@ def test_eight_bits_on_a_tpu():
 
 
 @pytest.mark.compiler
-@_ON_GPU
-def test_a_smaller_last_page_is_read_and_written_exactly():
-    """4099 rows: full pages, read one page ahead, and what does not fill one."""
-    params = leaf_shapes({"w": (4099, 4096)})
-    report = aot.h200(updating(po.paged_adamw(1e-3), params))
-    assert_in_place(report)
-    pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4))).gpu
-    assert pages.axis_size % pages.size
-    page = 4 * pages.entries
-    places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
-    ends = aot.ends(pages, page)
-    assert places == {("read", page, page), ("write", 0, page), *ends}
-
-
-@pytest.mark.compiler
 def test_two_pages_go_in_turn_on_a_gpu():
     """A loop of one turn would be unrolled, and its transfers would double."""
     report, _ = compiled(aot.h200, po.paged_adamw(1e-3), square(1, (768, 768)))
@@ -220,11 +204,11 @@ def test_a_skipped_step(bidirectional):
 
 def test_a_page_that_is_read_too_early_shows(bidirectional, monkeypatch):
     """The comparison above tells pages that lie at another place."""
-    right = Exchange.__call__
-    early = lambda exchange, current, results, at, _, *rest: right(
-        exchange, current, results, at, at, *rest
+    right = loop.exchange
+    early = lambda arrays, exchanged, current, results, at, _, *rest: right(
+        arrays, exchanged, current, results, at, at, *rest
     )
-    monkeypatch.setattr(Exchange, "__call__", early)
+    monkeypatch.setattr(loop, "exchange", early)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_as_in_one_page("adamw", (257, 96))
 

@@ -10,7 +10,7 @@ from jax import lax
 from helpers import apart, split_fuzz
 from paged_optax.analysis.flat import Flat
 from paged_optax.splitting.functions import Functions
-from paged_optax.splitting.indexed import Whole
+from paged_optax.splitting.scans import Whole
 
 
 def _first_row(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +40,7 @@ def _derivatives_lost(init: Callable[..., Any]) -> Callable[..., Any]:
 
 def _second_stays(layer: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(self: Functions, kind: Any, *given: Any) -> Any:
-        first, *others = kind.carried
-        stays = dataclasses.replace(kind, carried=(first, *(None for _ in others)))
+        stays = dataclasses.replace(kind, carried={0: kind.carried[0]})
         return layer(self, stays, *given)
 
     return wrong

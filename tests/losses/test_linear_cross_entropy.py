@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import paged_optax as po
 from helpers import aot, decoder, layered
 from helpers.layered import SETTINGS, far
-from paged_optax.losses.linear_cross_entropy import Chunks
+from paged_optax.losses import Chunks
 
 MIB = 2**20
 WORDS = 1000

@@ -75,7 +75,8 @@ def test_tests_lie_as_the_package_lies():
     tests = PACKAGE.parent / "tests"
     rooms = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
     others = {"libraries", "examples", "scripts", "project"}
-    package = {path.parent.relative_to(PACKAGE) for path in FILES}
+    files = {path.relative_to(PACKAGE) for path in FILES}
+    package = {path.parent for path in files} | {x.with_suffix("") for x in files}
     assert rooms <= package | {*map(pathlib.Path, others)}
     assert pathlib.Path() not in rooms
 

@@ -3,15 +3,12 @@
 Each gives `(loss, params, batch)`, and what is frozen where the loss takes that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import PyTree
 
 WIDTH, VOCAB = 24, 48
@@ -83,25 +80,6 @@ def a_list():
 
 
 @model
-def two_layers():
-    return around(in_turn), parameters(2), TOKENS
-
-
-@model
-def named_h_0():
-    params = parameters()
-    layers = params.pop("layers")
-    params["model"] = {f"h_{n}": each for n, each in enumerate(layers)}
-
-    def run(params, x, batch):
-        for n in range(len(layers)):
-            x = mlp(params["model"][f"h_{n}"], x)
-        return x
-
-    return around(run), params, TOKENS
-
-
-@model
 def flat_names():
     """As checkpoints of PyTorch name them."""
     tree = parameters()
@@ -123,16 +101,6 @@ def flat_names():
 
 
 @model
-def checkpoints():
-    def run(params, x, batch):
-        for each in params["layers"]:
-            x = jax.checkpoint(mlp)(each, x)
-        return x
-
-    return around(run), parameters(), TOKENS
-
-
-@model
 def a_scan():
     params = parameters()
     params["layers"] = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
@@ -141,19 +109,6 @@ def a_scan():
         turn = jax.checkpoint(lambda x, each: (mlp(each, x), jnp.mean(x**2)))
         x, squares = jax.lax.scan(turn, x, params["layers"])
         return x, squares.sum()
-
-    return around(run), params, TOKENS
-
-
-@model
-def a_scan_on_axis_1():
-    params = parameters()
-    params["layers"] = jax.tree.map(lambda *xs: jnp.stack(xs, 1), *params["layers"])
-
-    def run(params, x, batch):
-        first = lambda x: jnp.moveaxis(2.0 * x, 1, 0)
-        layers = jax.tree.map(first, params["layers"])
-        return jax.lax.scan(lambda x, each: (mlp(each, x), None), x, layers)[0]
 
     return around(run), params, TOKENS
 
@@ -168,28 +123,6 @@ def two_kinds_and_a_literal():
         return x
 
     return around(run), parameters(6), TOKENS
-
-
-def _with_router(total: Callable[[Sequence[jax.Array]], jax.Array]):
-    def run(params, x, batch):
-        losses = []
-        for each in params["layers"]:
-            up = rms(x, each["scale"]) @ each["up"]
-            x = x + jax.nn.silu(up) @ each["down"]
-            losses.append(jnp.mean(up**2))
-        return x, total(losses)
-
-    return around(run), parameters(5), TOKENS
-
-
-@model
-def router_losses_added():
-    return _with_router(sum)
-
-
-@model
-def router_losses_stacked():
-    return _with_router(lambda losses: jnp.stack(losses).sum())
 
 
 @model
@@ -215,19 +148,6 @@ def norms_of_all_weights():
         return loss(params, batch) + 1e-3 * sum(squares), {"squares": sum(squares)}
 
     return penalized, parameters(), TOKENS
-
-
-@model
-def inputs_by_layer():
-    params = parameters() | {"table": normal(VOCAB, 4, WIDTH)}
-
-    def run(params, x, batch):
-        inputs = params["table"][batch[:, :-1]]
-        for n, each in enumerate(params["layers"]):
-            x = mlp(each, x + inputs[:, :, n])
-        return x
-
-    return around(run), params, TOKENS
 
 
 @model
@@ -263,22 +183,6 @@ def encoder_and_decoder():
 
 
 @model
-def own_derivative():
-    @jax.custom_vjp
-    def act(x):
-        return jnp.tanh(x)
-
-    act.defvjp(lambda x: (act(x), x), lambda x, g: (1.5 * g * (1 - jnp.tanh(x) ** 2),))
-
-    def run(params, x, batch):
-        for each in params["layers"]:
-            x = x + act(rms(x, each["scale"]) @ each["up"]) @ each["down"]
-        return x
-
-    return around(run), parameters(), TOKENS
-
-
-@model
 def lora():
     frozen = parameters()
     adapters = {"a": normal(WIDTH, 4), "b": normal(4, 2 * WIDTH)}
@@ -292,117 +196,49 @@ def lora():
     return loss, {"layers": [adapters] * 4}, TOKENS, frozen
 
 
-class Block(nnx.Module):
-    """Attention with a causal mask, and two linear layers.
+@model
+def lists_by_kind_of_parameter():
+    """A dict of lists: `params["up"][n]` is layer n's."""
+    params = parameters(4)
+    layers = params.pop("layers")
+    params["layers"] = {name: [x[name] for x in layers] for name in layers[0]}
 
-    A bias of keys would have no gradient but rounding, which Adam makes steps of.
-    """
+    def run(params, x, batch):
+        for n in range(4):
+            x = mlp({name: xs[n] for name, xs in params["layers"].items()}, x)
+        return x
 
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=2, in_features=WIDTH, use_bias=False, decode=False, rngs=rngs
-        )
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        mask = nnx.make_causal_mask(jnp.ones(x.shape[:2]))
-        x = x + self.attention(self.norm(x), mask=mask)
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Decoder(nnx.Module):
-    """A list of blocks between embeddings and an output of its own."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs=rngs) for _ in range(3)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    return around(run), params, TOKENS
 
 
 @model
-def nnx_list():
-    graph, params = nnx.split(Decoder(rngs=nnx.Rngs(0)))
+def remat_of_groups():
+    """Two layers in one checkpoint, as long models are trained."""
+
+    @jax.checkpoint
+    def pair(a, b, x):
+        return mlp(b, mlp(a, x))
+
+    def run(params, x, batch):
+        layers = params["layers"]
+        for a, b in zip(layers[::2], layers[1::2], strict=True):
+            x = pair(a, b, x)
+        return x
+
+    return around(run), parameters(6), TOKENS
+
+
+@model
+def frozen_base_closed_over():
+    """Adapters on a base that the loss closes over, and is not given."""
+    base = [layer(n) for n in range(3)]
+    embed = normal(VOCAB, WIDTH)
+    adapters = {"a": normal(WIDTH, 4), "b": normal(4, 2 * WIDTH)}
 
     def loss(params, batch):
-        return cross_entropy(nnx.merge(graph, params)(batch[:, :-1]), batch)
+        x = embed[batch[:, :-1]]
+        for each, own in zip(base, params["layers"], strict=True):
+            x = mlp(each | {"up": each["up"] + own["a"] @ own["b"]}, x)
+        return cross_entropy(x @ embed.T, batch)
 
-    return loss, params, TOKENS
-
-
-class LinenBlock(nn.Module):
-    """Two linear layers, called with a carry as `nn.scan` wants them."""
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        up = nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.silu(up)), None
-
-
-class Linen(nn.Module):
-    """Blocks that are scanned over, or one after the other."""
-
-    scanned: bool
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCAB, WIDTH)(tokens)
-        if self.scanned:
-            scan = nn.scan(
-                LinenBlock, {"params": 0}, split_rngs={"params": True}, length=3
-            )
-            x, _ = scan()(x, None)
-        else:
-            for _ in range(3):
-                x, _ = LinenBlock()(x)
-        return nn.Dense(VOCAB)(x)
-
-
-def _linen(scanned: bool):
-    module = Linen(scanned)
-    params = module.init(jax.random.key(0), jnp.asarray(TOKENS[:, :-1]))
-
-    def loss(params, batch):
-        return cross_entropy(module.apply(params, batch[:, :-1]), batch)
-
-    return loss, params, TOKENS
-
-
-@model
-def linen_blocks():
-    return _linen(scanned=False)
-
-
-@model
-def linen_scan():
-    return _linen(scanned=True)
-
-
-@model
-def equinox_list():
-    keys = jax.random.split(jax.random.key(0), 5)
-    blocks = [eqx.nn.MLP(WIDTH, WIDTH, 32, 1, key=key) for key in keys[:3]]
-    embed = eqx.nn.Embedding(VOCAB, WIDTH, key=keys[3])
-    parts = {
-        "embed": embed,
-        "blocks": blocks,
-        "head": eqx.nn.Linear(WIDTH, VOCAB, key=keys[4]),
-    }
-    params, static = eqx.partition(parts, eqx.is_inexact_array)
-
-    def loss(params, batch):
-        parts = eqx.combine(params, static)
-        each = lambda f: jax.vmap(jax.vmap(f))
-        x = each(parts["embed"])(batch[:, :-1])
-        for block in parts["blocks"]:
-            x = x + each(block)(x)
-        return cross_entropy(each(parts["head"])(x), batch)
-
-    return loss, params, TOKENS
+    return loss, {"layers": [adapters] * 3}, TOKENS

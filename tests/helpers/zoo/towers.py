@@ -1,22 +1,14 @@
 """Layers that run several times side by side: teachers, pairs, two encoders."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from helpers.zoo.plain import TOKENS, cross_entropy, in_turn, parameters, rms
+from helpers.zoo.plain import TOKENS, cross_entropy, in_turn, model, parameters, rms
 
-MODELS: dict[str, Callable[[], tuple]] = {}
 #: What each saves for a layer: one activation of every tower.
 TOWERS = {"distilled": 2, "preferences": 4, "siamese": 2, "two_encoders": 2}
-
-
-def model(function: Callable[[], tuple]) -> Callable[[], tuple]:
-    MODELS[function.__name__] = function
-    return function
 
 
 def logits_of(params, tokens):

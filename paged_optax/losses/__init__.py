@@ -1,1 +1,0 @@
-"""`linear_cross_entropy`: cross-entropy that never materializes its logits."""
