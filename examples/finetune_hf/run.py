@@ -290,8 +290,8 @@ def merge(args: argparse.Namespace) -> None:
     decoder = Decoder.of(folder, args.dtype or folder.dtype)
     decoder.read(folder)  # refuses what is not whole
     lora = Lora(decoder, args)
-    kind = "rounded to NF4" if args.method == "qlora" else "as they are"
-    print(f"method: {lora.name}; added to the weights, {kind}")
+    kind = " in NF4" if args.method == "qlora" else ""
+    print(f"method: {lora.name}; merging into the weights{kind}")
     lora.save(folder, args.output, lora.first(folder))
     print(f"wrote {args.output}")
 

@@ -199,7 +199,7 @@ def test_nothing_fits(ways):
 
 def test_advice_where_the_host_is_small(ways):
     """It names the host, or the adapters that fit; and no pool that would not."""
-    ways = dataclasses.replace(ways, device_memory=4 * 2**30)
+    ways = of_memory(ways, 4 * 2**30)
     small = dataclasses.replace(ways, host_memory=2**20)
     said = " ".join(str(small).split())
     assert re.search(
