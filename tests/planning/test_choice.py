@@ -198,7 +198,7 @@ def test_nothing_fits(ways):
 
 
 def test_advice_where_the_host_is_small(ways):
-    """It names the host, or the adapters that fit; and no pool that would not."""
+    """It names the host, and there is no pool for a way that does not fit."""
     ways = of_memory(ways, 4 * 2**30)
     small = dataclasses.replace(ways, host_memory=2**20)
     said = " ".join(str(small).split())
@@ -206,10 +206,6 @@ def test_advice_where_the_host_is_small(ways):
         r"least of the device, and [0-9.]+ GiB too much of the host\.", said
     )
     assert "Host memory" in str(ways) and "Host memory" not in said
-    enough = max(row.host for row in ways if row.adapters)
-    some = dataclasses.replace(ways, host_memory=enough)
-    first = next(row.way for row in some.fitting)
-    assert f"fits. Adapters do: {first}" in " ".join(some.advice().split())
 
 
 def test_code_has_what_paging_takes():
@@ -311,7 +307,7 @@ def test_adapters_are_never_chosen():
     fitting = [row.way for row in found.fitting]
     assert fitting and all("LoRA" in way for way in fitting)
     assert found.choice is None
-    assert f"{fitting[0]} fits." in " ".join(found.advice().split())
+    assert f"Adapters do: {fitting[0]}; " in " ".join(found.advice().split())
     names = [row.way for row in found if "LoRA" in row.way]
     assert names == [
         f"layerwise {x}{y}"
