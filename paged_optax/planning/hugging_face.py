@@ -12,7 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.user_warnings import warn_user
-from paged_optax.planning.models import Decoder
+from paged_optax.planning.models import TEXT_ONLY, Decoder
 
 # Largest JSON text: the metadata of 10,000 arrays has about as much. Python allocates
 # up to 72 bytes for each entry, list and object.
@@ -127,6 +127,8 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     """
     fields = _decoder_fields(path)
     entries, kind = fields.entries, fields.entries.get("model_type")
+    if "vision_config" in entries:
+        warn_user(f"{str(path)!r}: {TEXT_ONLY}")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         hint = "other models: --module, or their weights"
         raise fields.wrong("model_type", f"one of {', '.join(_DEFAULTS)}; {hint}")
