@@ -106,6 +106,16 @@ def sum_dtype(dtype: DTypeLike) -> np.dtype:
     return np.promote_types(dtype, np.float32)
 
 
+def scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
+    """Multiplies a tree by a number, in float32 or wider."""
+
+    def multiply(x: Array) -> Array:
+        wide = sum_dtype(x.dtype)  # the inverse of a small weight overflows float16
+        return (x.astype(wide) * by.astype(wide)).astype(x.dtype)
+
+    return jax.tree.map(multiply, tree)
+
+
 def widest(*trees: PyTree[ArrayOrShape]) -> np.dtype:
     """The widest real dtype of any leaf: float32, or float64."""
     dtypes = [jax.typeof(x).dtype for x in jax.tree.leaves(trees)]
