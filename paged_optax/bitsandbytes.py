@@ -312,7 +312,7 @@ def _mapping(name: str, value: object) -> Mapping[Any, Any]:
 
 
 def _arranged_like(
-    moment: Quantized[Array], plain: Quantized[np.ndarray], codec: DynamicInt8
+    moment: Quantized, plain: Quantized, codec: DynamicInt8
 ) -> PyTree[Array | np.ndarray]:
     """Arranges codes and scales as in a state's moment; unchanged if none fits."""
     shape = plain.codes.shape

@@ -83,15 +83,11 @@ class _Wrapped(NamedTuple):
         # The page loops have selected already.
         select = lambda new, old: new if on_host(new) else jnp.where(enabled, new, old)
         new = jax.tree.map(select, new, old)
-        skipped = lambda x, gradient: (
-            jnp.zeros_like(x) if self.zero else gradient.astype(x.dtype)
+        skipped = lambda x, grad: (
+            jnp.zeros_like(x) if self.zero else grad.astype(x.dtype)
         )
-        updates = jax.tree.map(
-            lambda x, gradient: jnp.where(enabled, x, skipped(x, gradient)),
-            updates,
-            grads,
-        )
-        return updates, outer._replace(**{self.field: new})
+        keep = lambda x, grad: jnp.where(enabled, x, skipped(x, grad))
+        return jax.tree.map(keep, updates, grads), outer._replace(**{self.field: new})
 
     def inside(self, state: PyTree) -> PyTree:
         """Returns the wrapped transformation's part of a state."""

@@ -5,9 +5,7 @@
 often each thing was drawn.
 """
 
-import argparse
 import json
-import math
 import os
 import sys
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from helpers import fuzz_parts  # noqa: E402
-from helpers.recipes import covered, drawn, outcomes  # noqa: E402
+from helpers.recipes import compared, covered, drawn  # noqa: E402
 
 
 def differs(recipe: str, outcome: Any) -> bool:
@@ -38,25 +36,10 @@ def differs(recipe: str, outcome: Any) -> bool:
 
 def main() -> None:
     """Draws, compares, and says how many differ."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then")
-    options = parser.parse_args()
-    chosen = drawn(options.cases, options.seed)
-    reached, bad = [], 0
-    for recipe, outcome in outcomes(chosen, options.workers, options.minutes):
-        reached.append(recipe)
-        if differs(recipe, outcome):
-            bad += 1
-            print(recipe, "->", outcome, flush=True)
-    for name, counts in covered(reached).items():
-        listed = ", ".join(f"{x} {n}" for x, n in sorted(counts.items()))
-        print(f"{len(counts)} of {name}: {listed}")
+    _, bad, said = compared(__doc__, drawn, covered, differs)
     primitives = fuzz_parts.primitives()
     print(f"{len(primitives)} primitives: {', '.join(sorted(primitives))}")
-    print(f"seed {options.seed}: {len(reached)} of {len(chosen)} cases, {bad} differ")
+    print(f"{said}, {bad} differ")
     sys.exit(bool(bad))
 
 

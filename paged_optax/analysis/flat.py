@@ -1,9 +1,10 @@
 """Flat jaxprs: calls inlined, values numbered."""
 
 import dataclasses
+import itertools
 import math
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -227,14 +228,6 @@ class Flat:
             return self.shape(value), value.dtype
         return self.shape(value), str(self.avals[value].dtype)
 
-    def dependents(self, values: Iterable[int]) -> set[int]:
-        """Returns these values, and all that depend on them."""
-        dependents = set(values)
-        for eqn in self.eqns:
-            if not dependents.isdisjoint(eqn.numbers):
-                dependents.update(eqn.outputs)
-        return dependents
-
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Returns whether all are of a leaf's shape, or scalars."""
         return all(self.shape(x) in (shape, ()) for x in operands)
@@ -280,7 +273,16 @@ class Flat:
         return NumberedProgram(program, args, tuple(results))
 
 
-def check_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
+def effectful(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the innermost equations that have effects besides their results."""
+    for eqn in jaxpr.eqns:
+        # The effect of a collective names its axis, which is in its results.
+        if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
+            inner = map(effectful, core.jaxprs_in_params(eqn.params))
+            yield from list(itertools.chain(*inner)) or [eqn]
+
+
+def check_effects(closed: core.ClosedJaxpr) -> None:
     """Raises if a traced function has effects other than its results.
 
     Programs compute results alone, and run once a page, or not at all.
@@ -288,18 +290,14 @@ def check_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
     Raises:
       ValueError: If the function prints, calls back, checks, or writes to a reference.
     """
-    for eqn in closed.eqns:
-        if (body := _called(eqn)) is not None:
-            check_effects(body)
-        # The effect of a collective names its axis, which is in its results.
-        elif {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            raise ValueError(
-                f"this transformation cannot be paged: `{eqn.primitive.name}` has an"
-                " effect besides its results (a print, a callback, a check, a write to"
-                " a reference), and pages are computed for their results alone. Chain"
-                " the part that has it outside, as in"
-                " optax.chain(optax.stateless(...), paged(...))."
-            )
+    for eqn in effectful(closed.jaxpr):
+        raise ValueError(
+            f"this transformation cannot be paged: `{eqn.primitive.name}` has an effect"
+            " besides its results (a print, a callback, a check, a write to a"
+            " reference), and pages are computed for their results alone. Chain the"
+            " part that has it outside, as in optax.chain(optax.stateless(...),"
+            " paged(...))."
+        )
 
 
 def trace(

@@ -73,16 +73,15 @@ class _Followed:
         cls, flat: Flat, param_indices: Sequence[int | None], name: Callable[[int], str]
     ) -> "_Followed":
         """Propagates the owners of arguments through all equations."""
-        moments = [
+        moments = {
             value
             for value, param_index in enumerate(param_indices)
             if param_index is None
             and flat.avals[value].shape
             and holds_moments(flat.avals[value].dtype)
-        ]
+        }
         unknown: list[int | None] = [None] * (len(flat.avals) - len(param_indices))
-        owners = [*param_indices, *unknown]
-        followed = cls(flat, param_indices, flat.dependents(moments), owners, {})
+        followed = cls(flat, param_indices, moments, [*param_indices, *unknown], {})
         for eqn in flat.eqns:
             followed._follow(eqn, name)
         return followed
@@ -96,6 +95,8 @@ class _Followed:
             )
         else:
             unmixed = len(param_indices) < 2
+        if not self.of_moments.isdisjoint(eqn.numbers):
+            self.of_moments.update(eqn.outputs)
         # Concatenated moments would all be on the device at the same time.
         joins = _JOINED not in param_indices and self.of_moments.isdisjoint(eqn.outputs)
         if not unmixed and joins and primitive == "concatenate":

@@ -89,11 +89,6 @@ class Equation:
             return None
         return source_info_util.summarize(self.traced.source_info) or None
 
-    @property
-    def where(self) -> str:
-        """That line, or the name of the primitive."""
-        return self.line or f"a `{self.primitive.name}` of no known line"
-
     def bind(
         self, operands: Sequence[ArrayLike], shape: tuple[int, ...] | None
     ) -> list[Array]:
@@ -161,9 +156,7 @@ class Program:
         only); None if they are whole leaves.
         """
         values: dict[int, ArrayLike] = dict(enumerate(args))
-        read = lambda operand: (
-            operand.value if isinstance(operand, Constant) else values[operand]
-        )
+        read = lambda x: x.value if isinstance(x, Constant) else values[x]
         for eqn in self.eqns:
             results = eqn.bind([read(x) for x in eqn.inputs], shape)
             values.update(zip(eqn.outputs, results, strict=True))
@@ -220,11 +213,9 @@ class Analysis:
     @property
     def elementwise(self) -> frozenset[int]:
         """Positions of the element-wise outputs."""
-        outputs = (
-            leaf.outputs for leaf in self.leaf_updates if leaf.program.elementwise
-        )
+        leaves = (x.outputs for x in self.leaf_updates if x.program.elementwise)
         direct = (index for index, _ in self.direct)
-        return frozenset(itertools.chain(direct, *outputs))
+        return frozenset(itertools.chain(direct, *leaves))
 
     @functools.cached_property
     def same(self) -> Mapping[int, int]:
@@ -233,15 +224,12 @@ class Analysis:
         Optax computes the negative learning rate separately for each leaf.
         """
         first: dict[Hashable, int] = {}
+        meaning: dict[int, Hashable] = dict(enumerate(self.shared.inputs))
         named = lambda x: x if isinstance(x, Constant) else meaning[x]
-        meaning: dict[int, Hashable] = {
-            i: ("input", index) for i, index in enumerate(self.shared.inputs)
-        }
         for eqn in self.shared.program.eqns:
             how = eqn.primitive, eqn.params, *map(named, eqn.inputs)
             known = first.setdefault(how, eqn.outputs[0])
-            for i, index in enumerate(eqn.outputs):
-                meaning[index] = known, i
+            meaning.update((x, (known, k)) for k, x in enumerate(eqn.outputs))
         seen: dict[Hashable, int] = {}
         pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
         return {index: seen.setdefault(named(x), index) for index, x in pairs}
@@ -278,17 +266,13 @@ class Evaluation:
         constants: Mapping[int, ArrayLike],
         counts: Mapping[int, Sequence[ArrayLike]] | None = None,
     ):
-        self.analysis = analysis
-        values = dict(enumerate(args)) | dict(constants)
-        self.values = values | analysis.shared(values)
-        self.counts = counts or {}
-        params = len(next(iter(self.counts.values()))) if self.counts else 0
-        self.by_parameter: list[dict[int, PyTree]] = []
-        for param_index in range(params):
-            values = self.values | {
-                n: item[param_index] for n, item in self.counts.items()
-            }
-            self.by_parameter.append(values | analysis.shared(values))
+        complete = lambda values: values | analysis.shared(values)
+        self.analysis, self.counts = analysis, counts or {}
+        self.values = complete(dict(enumerate(args)) | dict(constants))
+        self.by_parameter = [
+            complete(self.values | dict(zip(self.counts, item, strict=True)))
+            for item in zip(*self.counts.values(), strict=True)
+        ]
 
     def inputs(self, leaf: LeafUpdate) -> list[PyTree[ArrayLike]]:
         """Returns the arguments of a leaf's program."""

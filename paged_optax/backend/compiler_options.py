@@ -7,10 +7,7 @@ XLA:GPU starts a transfer early, and computes in the meantime, under two conditi
   an RTX 4090 would take 1.04 s instead of 0.76 (jax 0.12.0.1, by the model of
   `tests/steps.py`).
 - No loop is a CUDA graph. By default XLA records loops as graphs, in which transfers
-  and kernels run sequentially (openxla/xla#48900). A layerwise step of Llama-3-8B in
-  eight bits took 1.14 s on an H200, and 0.79 s without graphs (jax 0.11.2, measured by
-  `tests/benchmarks/run.py`). With `CONCURRENT` graphs it took 0.72 s and 3.3 GiB
-  more device memory.
+  and kernels run sequentially (openxla/xla#48900; measured in `docs/what_fits.md`).
 """
 
 import os

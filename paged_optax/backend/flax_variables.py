@@ -30,12 +30,15 @@ def as_pure(tree: PyTree) -> PyTree:
 
 
 def running_statistics(tree: PyTree) -> Iterator[tuple[KeyPath, ArrayOrShape]]:
-    """Yields leaves of NNX's `BatchStat`s and of Linen's `batch_stats`, with paths."""
-    nnx = sys.modules.get("flax.nnx")
+    """Yields leaves of `nnx.BatchStat`, `batch_stats` and `equinox.nn.State`."""
+    nnx, equinox = map(sys.modules.get, ("flax.nnx", "equinox"))
+    variables = () if nnx is None else (nnx.Variable,)
+    states = () if equinox is None else (equinox.nn.State,)
     flat = jax.tree_util.tree_leaves_with_path
-    is_variable = lambda x: nnx is not None and isinstance(x, nnx.Variable)
-    for path, x in flat(tree, is_leaf=is_variable):
-        if "batch_stats" in keystr(path) or (nnx and isinstance(x, nnx.BatchStat)):
+    is_whole = lambda x: isinstance(x, (*variables, *states))
+    for path, x in flat(tree, is_leaf=is_whole):
+        is_state = isinstance(x, states) or (nnx and isinstance(x, nnx.BatchStat))
+        if is_state or "batch_stats" in keystr(path):
             yield from ((path + inner, leaf) for inner, leaf in flat(x))
 
 

@@ -114,7 +114,6 @@ def _conditional(compute: Callable[[], Tree]) -> Tree:
         shapes = jax.eval_shape(compute)
         always = lax.optimization_barrier(True)
         zeros = lambda x: varying(jnp.zeros(x.shape, x.dtype), varying_axes(x))
-        empty = lambda: jax.tree.map(zeros, shapes)
-        return lax.cond(always, compute, empty)
+        return lax.cond(always, compute, lambda: jax.tree.map(zeros, shapes))
 
     return lax.platform_dependent(cpu=conditional, default=compute)

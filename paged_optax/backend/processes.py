@@ -10,7 +10,7 @@ import itertools
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -73,7 +73,8 @@ def compare(call: str, values: Values, once: bool = True) -> None:
     Raises:
       ValueError: If values differ, with their names, or if a process is missing.
     """
-    local = zlib.compress(json.dumps([call, values]).encode())
+    flat = {name + path: x for name, xs in values.items() for path, x in xs.items()}
+    local = zlib.compress(json.dumps({"the call": call, **flat}).encode())
     store = store_of_processes()
     if store is None or (once and local in _agreed):
         return
@@ -125,11 +126,15 @@ def _missing(process: int) -> str:
 
 
 def _difference(first: bytes, local: bytes, process: int) -> str:
-    if first == local:
+    one, other = (json.loads(zlib.decompress(x)) for x in (first, local))
+    lines = [
+        f"{name} is {one.get(name, 'absent')} in process 0,"
+        f" {other.get(name, 'absent')} in process {process}"
+        for name in one | other
+        if one.get(name) != other.get(name)
+    ]
+    if not lines:
         return ""
-    calls = [json.loads(zlib.decompress(x)) for x in (first, local)]
-    values, my_values = ({"the call": {"": call}, **x} for call, x in calls)
-    lines = [*_differences(values, my_values, process)]
     more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
     where = "; ".join(lines[:3])
     return (
@@ -137,13 +142,3 @@ def _difference(first: bytes, local: bytes, process: int) -> str:
         " other programs, and wait for each other forever: build the same in every"
         " process."
     )
-
-
-def _differences(values: Values, my_values: Values, process: int) -> Iterator[str]:
-    for name in {**values, **my_values}:
-        first, local = values.get(name, {}), my_values.get(name, {})
-        for path in {**first, **local}:
-            one, other = first.get(path, "absent"), local.get(path, "absent")
-            if one != other:
-                where = f"{one} in process 0, {other} in process {process}"
-                yield f"{name}{path} is {where}"

@@ -56,13 +56,14 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if fnmatch.fnmatchcase(name, pattern)}
 
 
-def parse_bytes(name: str, size: object, minimum: int = 0) -> int:
+def parse_bytes(name: str, size: object, minimum: int = 0, others: str = "") -> int:
     """Returns a number of bytes from an int or a string such as `"16MiB"`.
 
     Args:
       name: The argument, for messages.
       size: Its value.
       minimum: The smallest size.
+      others: Other values of the argument, for messages.
 
     Raises:
       ValueError: If it is no size, less than `minimum`, or 2^63 bytes or more.
@@ -72,8 +73,8 @@ def parse_bytes(name: str, size: object, minimum: int = 0) -> int:
         unit = match and _UNITS.get(match[2] or "B")
         if match is None or unit is None:
             raise ValueError(
-                f"{name}={size!r} is not a size: write bytes as an int, or a number"
-                f" with one of {', '.join(_UNITS)}, such as '16MiB'."
+                f"{name}={size!r} is not a size: write {others}bytes as an int, or a"
+                f" number with one of {', '.join(_UNITS)}, such as '16MiB'."
             )
         size = float(match[1]) * unit
     elif isinstance(size, bool) or not isinstance(size, (int, np.integer)):

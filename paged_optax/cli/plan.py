@@ -28,48 +28,30 @@ _OPTIMIZERS = (
     "adamw adam nadamw ademamix lion sgd rmsprop adagrad lamb lars adafactor muon"
 ).split()
 
-# The value's name, and the help.
+# The option and the value's name, and the help.
 _MODELS = {
-    "--params": (
-        "SIZE",
-        "a decoder in the proportions of Llama 3 with this many parameters, such as"
-        f" 8B; or one of {', '.join(DECODERS)}",
-    ),
-    "--module": (
-        "PACKAGE.MODULE:FUNCTION",
-        "a function that makes a Flax NNX module, a Linen module and its inputs, or"
-        " parameters",
-    ),
-    "--checkpoint": (
-        "PATH",
-        "a .safetensors file; config.json of Hugging Face; a folder with either; an"
-        " Orbax checkpoint",
-    ),
+    "--params SIZE": "a decoder in the proportions of Llama 3 with this many"
+    f" parameters, such as 8B; or one of {', '.join(DECODERS)}",
+    "--module PACKAGE.MODULE:FUNCTION": "a function that makes a Flax NNX module, a"
+    " Linen module and its inputs, or parameters",
+    "--checkpoint PATH": "a .safetensors file; config.json of Hugging Face; a folder"
+    " with either; an Orbax checkpoint",
 }
 _OPTIONS = {
-    "--device-memory": (
-        "BYTES",
-        "such as 24GiB (default: the card's; one of both is needed)",
-    ),
-    "--card": (
-        "NAME",
-        f"one of {', '.join(CARDS)}: the default of --device-memory, --link and"
-        " --teraflops",
-    ),
-    "--host-memory": ("BYTES", "such as 12GiB: counted too (default: not counted)"),
-    "--dtype": ("DTYPE", "of the parameters (default: bfloat16, or the model's)"),
-    "--codec": ("NAME", "of the moments, such as dynamic_int8 (default: none)"),
-    "--master-dtype": ("DTYPE", "of master weights, such as float32"),
+    "--device-memory BYTES": "such as 24GiB (default: the card's; one of both is"
+    " needed)",
+    "--card NAME": f"one of {', '.join(CARDS)}: the default of --device-memory, --link"
+    " and --teraflops",
+    "--host-memory BYTES": "such as 12GiB: counted too (default: not counted)",
+    "--dtype DTYPE": "of the parameters (default: bfloat16, or the model's)",
+    "--codec NAME": "of the moments, such as dynamic_int8 (default: none)",
+    "--master-dtype DTYPE": "of master weights, such as float32",
 }
 _RATES = {
-    "--link": (
-        "link rate in one direction, in 10^9 bytes a second: about 12 for PCIe 3 x16,"
-        " 25 for 4, 50 for 5 (default: the card's, or 25)"
-    ),
-    "--teraflops": (
-        "rate of products in training: says from how many tokens a step the link is"
-        " free (default: 30%% to 60%% of the card's)"
-    ),
+    "--link": "link rate in one direction, in 10^9 bytes a second: about 12 for PCIe 3"
+    " x16, 25 for 4, 50 for 5 (default: the card's, or 25)",
+    "--teraflops": "rate of products in training: says from how many tokens a step the"
+    " link is free (default: 30%% to 60%% of the card's)",
 }
 _COUNTS = {
     "--devices": "devices of one machine that divide the model (default: 1)",
@@ -87,10 +69,11 @@ _FLAGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     model = parser.add_argument_group("the model: one of")
-    model = model.add_mutually_exclusive_group()
+    model = model.add_mutually_exclusive_group(required=True)
     for group, args in ((model, _MODELS), (parser, _OPTIONS)):
-        for name, (metavar, text) in args.items():
-            group.add_argument(name, metavar=metavar, help=text)
+        for name, text in args.items():
+            option, metavar = name.split()
+            group.add_argument(option, metavar=metavar, help=text)
     aliases = [x for x in paged_optax.__all__ if x.startswith("paged_")]
     parser.add_argument(
         "--optimizer",
@@ -99,10 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[*_OPTIMIZERS, *aliases],
         help=f"{', '.join(_OPTIMIZERS)}, or an alias such as paged_adamw_8bit",
     )
-    for name, text in _RATES.items():
-        parser.add_argument(name, metavar="RATE", type=float, help=text)
-    for name, text in _COUNTS.items():
-        parser.add_argument(name, metavar="N", type=int, help=text)
+    for kind, metavar, args in ((float, "RATE", _RATES), (int, "N", _COUNTS)):
+        for name, text in args.items():
+            parser.add_argument(name, metavar=metavar, type=kind, help=text)
     parser.set_defaults(devices=1, rank=16)
     parser.add_argument(
         "--master-remainders",
@@ -123,16 +105,11 @@ def run(options: argparse.Namespace) -> int:
     optimizer, _, bits = options.optimizer.removeprefix("paged_").partition("_")
     module = optax if hasattr(optax, optimizer) else optax.contrib
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
-    missing = "neither --device-memory is given, nor --card: give one."
-    missing *= options.device_memory is None and options.card is None
+    if options.device_memory is None and options.card is None:
+        raise ValueError("neither --device-memory is given, nor --card: give one.")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
-        try:
-            params = _shapes(options)
-        except ValueError as error:
-            raise ValueError(f"{error} {missing}") from error
-    if missing:
-        raise ValueError(missing)
+        params = _shapes(options)
     footprints = what_fits(
         params,
         getattr(module, optimizer)(float(RATE), **momentum),
@@ -187,9 +164,7 @@ def _shapes(options: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:
         return model_shapes(options.params, dtype or "bfloat16")
     if options.module is not None:
         shapes = module_shapes(options.module)
-    elif options.checkpoint is not None:
-        shapes = checkpoint_shapes(options.checkpoint)
     else:
-        raise ValueError(f"none of {', '.join(_MODELS)} is given: give one.")
+        shapes = checkpoint_shapes(options.checkpoint)
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     return jax.tree.map(cast, shapes)

@@ -1,54 +1,34 @@
 """Protocol that every codec implements.
 
 A new codec has the methods of `Codec`, in a file of its own or in `floats`, and a name
-in `paged_optax.codecs.registry`; a user's own is passed as an object, `paged(...,
+in `paged_optax.codecs`; a user's own is passed as an object, `paged(...,
 codec=...)`. `layout` arranges its codes, of the moment's shape, in memory. A codec of
 fewer than eight bits has an attribute `bits`.
 """
 
 import math
-from typing import (
-    TYPE_CHECKING,
-    Generic,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float32, PyTree, UInt32
 
-Leaf = TypeVar("Leaf")
 
+class Quantized(NamedTuple):
+    """A moment stored in blocks that share a scale.
 
-if TYPE_CHECKING:
+    In a state the field of the codes is named after the codec: see
+    `paged_optax.codecs.identity`. `codes` and `scales` read any container.
 
-    class Quantized(NamedTuple, Generic[Leaf]):
-        """A moment stored in blocks that share a scale."""
+    Attributes:
+      codes: A code for each value, in the moment's shape.
+      scales: A float32 scale for each block of the flattened moment.
+    """
 
-        codes: Leaf
-        scales: Leaf
-
-else:
-    # beartype 0.23.1 does not check generic named tuples.
-
-    class Quantized(NamedTuple):
-        """A moment stored in blocks that share a scale.
-
-        In a state the field of the codes is named after the codec: see
-        `paged_optax.codecs.identity`. `codes` and `scales` read any container.
-
-        Attributes:
-          codes: A code for each value, in the moment's shape.
-          scales: A float32 scale for each block of the flattened moment.
-        """
-
-        codes: PyTree
-        scales: PyTree
+    codes: PyTree
+    scales: PyTree
 
 
 class Noise(NamedTuple):
@@ -136,6 +116,13 @@ class Codec(Protocol):
           shape: The page's shape.
         """
         ...
+
+
+def quantized_types(shape: tuple[int, ...], block: int, dtype: DTypeLike) -> Quantized:
+    """Returns the types of codes, and of a float32 scale for each block."""
+    # The last block may be incomplete.
+    scales = jax.ShapeDtypeStruct((-(-math.prod(shape) // block),), jnp.float32)
+    return Quantized(jax.ShapeDtypeStruct(shape, dtype), scales)
 
 
 def get_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

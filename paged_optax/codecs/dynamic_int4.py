@@ -3,19 +3,17 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float32
 
-from paged_optax.codecs.codec import Noise, Quantized
+from paged_optax.codecs.codec import Noise, Quantized, quantized_types
 from paged_optax.codecs.dynamic_int8 import dynamic_map
 from paged_optax.codecs.packing import (
     SMALLEST_ABSMAX,
     bits,
     block_absmax,
-    block_count,
     divide,
     from_bits,
     from_blocks,
@@ -62,16 +60,13 @@ class DynamicInt4:
     draws = False
     bits = 4
 
-    def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
+    def stored(self, shape: tuple[int, ...]) -> Quantized:
         """Returns uint8 codes, and a float32 scale for each block."""
-        return Quantized(
-            jax.ShapeDtypeStruct(shape, jnp.uint8),
-            jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
-        )
+        return quantized_types(shape, self.block, jnp.uint8)
 
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
-    ) -> Quantized[Array]:
+    ) -> Quantized:
         """Stores a page."""
         values = to_blocks(page, self.block)
         largest = block_absmax(values)
@@ -86,36 +81,28 @@ class DynamicInt4:
         return Quantized(codes, scales)
 
     def decode(
-        self, stored: Quantized[Array], shape: tuple[int, ...]
+        self, stored: Quantized, shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Returns a page in float32."""
         codes = to_blocks(stored.codes, self.block).astype(jnp.int32)
-        numbers = lookup(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
+        numbers = lookup(
+            codes, int4_map(self.signed).view(np.int32).tolist(), jnp.int32
+        )
         return from_blocks(from_bits(numbers) * stored.scales[:, None], shape)
 
 
-@functools.cache
-def linear_map() -> np.ndarray:
-    """Returns the 16 multiples of 1/16 up to 1, without 0.
-
-    References:
-      Li et al., `Memory Efficient Optimizers with 4-bit States
-      <https://arxiv.org/abs/2309.01507>`_, 2023.
-    """
-    numbers = np.arange(1, 17, dtype=np.float32) / np.float32(16)
-    numbers.flags.writeable = False
-    return numbers
-
-
-def _map(signed: bool) -> np.ndarray:
-    return dynamic_map(True, decades=3) if signed else linear_map()
+def int4_map(signed: bool) -> np.ndarray:
+    """Returns three signed decades, or the 16 multiples of 1/16 up to 1, without 0."""
+    if signed:
+        return dynamic_map(True, decades=3)
+    return np.arange(1, 17, dtype=np.float32) / np.float32(16)
 
 
 @functools.cache
 def _thresholds(signed: bool) -> tuple[float, ...]:
     """Returns the least float32 that torchao rounds up to each but the lowest."""
     # It compares differences: `x - down >= (up - down) * 0.5`, each rounded to float32.
-    numbers, thresholds = _map(signed), []
+    numbers, thresholds = int4_map(signed), []
     for down, up in zip(numbers[:-1], numbers[1:], strict=True):
         half = (up - down) * np.float32(0.5)
         x = np.float32((np.float64(down) + np.float64(up)) / 2)

@@ -10,13 +10,12 @@ TPU, by arithmetic.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
-from paged_optax.codecs.codec import Noise, Quantized
+from paged_optax.codecs.codec import Noise, Quantized, quantized_types
 from paged_optax.codecs.map_formula import (
     MapFormula,
     entry_of,
@@ -30,14 +29,12 @@ from paged_optax.codecs.packing import (
     SMALLEST_NORMAL,
     bits,
     block_absmax,
-    block_count,
     from_bits,
     from_blocks,
     to_blocks,
 )
 
 _HUGE = np.float32(2.0**126)
-
 
 # The lowest decades, in which a second moment is rounded up from this part of the
 # distance to the next number: see `DynamicInt8`.
@@ -146,8 +143,7 @@ class DynamicInt8:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
       <https://arxiv.org/abs/2110.02861>`_, 2022; for nonzero second moments, Li et al.,
       `Memory Efficient Optimizers with 4-bit States
-        <https://arxiv.org/abs/2309.01507>`_,
-      2023, its "zero-point problem".
+      <https://arxiv.org/abs/2309.01507>`_, 2023, its "zero-point problem".
     """
 
     signed: bool = True
@@ -156,16 +152,13 @@ class DynamicInt8:
     block = 256
     draws = False
 
-    def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
+    def stored(self, shape: tuple[int, ...]) -> Quantized:
         """Returns uint8 codes, and a float32 scale for each block."""
-        return Quantized(
-            jax.ShapeDtypeStruct(shape, jnp.uint8),
-            jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
-        )
+        return quantized_types(shape, self.block, jnp.uint8)
 
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
-    ) -> Quantized[Array]:
+    ) -> Quantized:
         """Stores a page."""
         values = to_blocks(page, self.block)
         scales = block_absmax(values)
@@ -175,7 +168,7 @@ class DynamicInt8:
         return Quantized(from_blocks(codes, page.shape), scales)
 
     def decode(
-        self, stored: Quantized[Array], shape: tuple[int, ...]
+        self, stored: Quantized, shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Returns a page in float32."""
         numbers = _number(to_blocks(stored.codes, self.block), self.signed)
@@ -224,14 +217,7 @@ def _nearest(
     signed: bool,
     rounds_to_zero: bool,
 ) -> Int32[Array, "*shape"]:
-    """Returns the code of the number nearest to a value; 0 for NaN.
-
-    Args:
-      scaled: The value's magnitude over the scale.
-      pattern: The value's bits.
-      signed: If True, the map has negative numbers.
-      rounds_to_zero: If True, zero may be the nearest to a nonzero number.
-    """
+    """Returns the code nearest to a value of this scaled magnitude and these bits."""
     rounds = signed or rounds_to_zero
     formula, negative = _formula(signed, rounds_up=not rounds), pattern < 0
     # Of two equally near numbers, the lower: below zero the larger magnitude. The

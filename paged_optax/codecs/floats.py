@@ -8,12 +8,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import BFloat16, Float32, UInt32
 
-from paged_optax.codecs.codec import Noise, Quantized, get_strides
+from paged_optax.codecs.codec import Noise, Quantized, get_strides, quantized_types
 from paged_optax.codecs.packing import (
     SMALLEST_ABSMAX,
     bits,
     block_absmax,
-    block_count,
     divide,
     from_blocks,
     to_blocks,
@@ -146,16 +145,13 @@ class Float8E4M3:
     block = 256
     draws = False
 
-    def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
+    def stored(self, shape: tuple[int, ...]) -> Quantized:
         """Returns float8 codes, and a float32 scale for each block."""
-        return Quantized(
-            jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
-        )
+        return quantized_types(shape, self.block, jnp.float8_e4m3fn)
 
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
-    ) -> Quantized[Array]:
+    ) -> Quantized:
         """Stores a page."""
         values = to_blocks(page, self.block)
         largest = jnp.maximum(block_absmax(values), SMALLEST_ABSMAX)
@@ -169,7 +165,7 @@ class Float8E4M3:
         return Quantized(from_blocks(codes, page.shape), scales)
 
     def decode(
-        self, stored: Quantized[Array], shape: tuple[int, ...]
+        self, stored: Quantized, shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Returns a page in float32."""
         numbers = to_blocks(stored.codes, self.block).astype(jnp.float32)

@@ -21,8 +21,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.types import KeyPath
-from paged_optax.codecs.codec import Codec, Leaf, Quantized
+from paged_optax.codecs.codec import Codec, Quantized
 from paged_optax.codecs.layout import axis_of_blocks, get_codes, values_per_entry
 
 
@@ -36,7 +35,8 @@ def codes_field(
       shape: The shape of the moment, or of a device's shard.
       divisions: The number of shards along each axis; empty for one.
     """
-    parts = ["codes", _name_of(codec)]
+    inner = getattr(codec, "codec", codec)  # of an `Arranged`
+    parts = ["codes", getattr(inner, "name", type(inner).__name__)]
     if not codec.signed:
         parts.append("unsigned")
     packed = values_per_entry(codec, shape)
@@ -62,12 +62,7 @@ def is_codes_field(name: str) -> bool:
     return name.startswith("codes_")
 
 
-def _name_of(codec: Codec) -> str:
-    inner = getattr(codec, "codec", codec)  # of an `Arranged`
-    return getattr(inner, "name", type(inner).__name__)
-
-
-def quantized_as(field: str, codes: Leaf, scales: Leaf) -> Quantized[Leaf]:
+def quantized_as(field: str, codes: PyTree, scales: PyTree) -> Quantized:
     """Returns a moment with its codes in a field of this name."""
     return _class_of(field)(codes, scales)
 
@@ -84,7 +79,7 @@ class _Named(type):
 
 # Pickled states name this function and module.
 @functools.cache  # Structures are equal only if their classes are identical.
-def _class_of(field: str) -> type[Quantized[PyTree]]:
+def _class_of(field: str) -> type[Quantized]:
     fields = collections.namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
         "Quantized", (field, "scales")
     )
@@ -101,12 +96,7 @@ copyreg.pickle(_Named, _by_field)
 
 def codec_fields(stored: PyTree) -> tuple[str, ...]:
     """Returns the names of a container's fields for a stored moment, none in a list."""
-    flat = jax.tree_util.tree_flatten_with_path(
-        stored, is_leaf=lambda x: x is not stored
-    )[0]
-    return tuple(name for path, _ in flat if (name := _text(path)) is not None)
-
-
-def _text(path: KeyPath) -> str | None:
-    key = path[-1] if path else None
-    return getattr(key, "name", None) or getattr(key, "key", None)
+    fields = lambda x: x is not stored
+    paths = [x for x, _ in jax.tree_util.tree_leaves_with_path(stored, is_leaf=fields)]
+    keys = [getattr(x, "name", getattr(x, "key", None)) for path in paths for x in path]
+    return tuple(filter(None, keys))

@@ -12,7 +12,6 @@ integers, and their scales integers with the bits of float32.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,6 @@ from paged_optax.backend import tiling
 from paged_optax.backend.platforms import on_tpu
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.packing import pack, unpack
-
-Leaf = TypeVar("Leaf")
 
 # Blocks run through the flattened moment if at most this number of rows is whole
 # blocks, and rows are shorter than `_WIDE`: longer ones do not fit a page of a TPU's
@@ -46,31 +43,16 @@ class Arranged:
       axis: The axis along which codes share a word, -1 or -2; None: one byte a code.
       blocks: The axis along which blocks run, -1 or -2, with one scale for each block;
         None: blocks run through the flattened moment.
+      block, signed, draws, seed: Attributes of the codec.
     """
 
     codec: Codec
     axis: int | None
     blocks: int | None
-
-    @property
-    def block(self) -> int:
-        """The codec's block."""
-        return self.codec.block
-
-    @property
-    def signed(self) -> bool:
-        """The codec's `signed`."""
-        return self.codec.signed
-
-    @property
-    def draws(self) -> bool:
-        """The codec's `draws`."""
-        return self.codec.draws
-
-    @property
-    def seed(self) -> int:
-        """The codec's seed, by default 0."""
-        return getattr(self.codec, "seed", 0)
+    block: int
+    signed: bool
+    draws: bool
+    seed: int
 
     @property
     def packed(self) -> int:
@@ -217,7 +199,8 @@ def arranged(
                 blocks = _axis_of_blocks(shape, codec.block)
     if words is None and blocks is None and not bytewise:
         return codec
-    return Arranged(codec, words, blocks)
+    seed = getattr(codec, "seed", 0)
+    return Arranged(codec, words, blocks, codec.block, codec.signed, codec.draws, seed)
 
 
 def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
@@ -233,18 +216,12 @@ def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
 
 
 def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
-    """Returns whether an axis has whole words, or may be padded to whole words."""
     # With padding in each layer of a stack, the layers' rows could not be collapsed.
     one_layer = axis == -1 or math.prod(shape[:-2]) == 1
     return not shape[axis] % packed or (one_layer and shape[axis] >= _LEAST_FILLED)
 
 
 def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
-    """Returns the axis of blocks; None: they run through the flattened moment.
-
-    It is -1 if a row is whole blocks, or -2 if a column is, and the moment may not be
-    flattened: its rows are long, or only many rows are whole blocks.
-    """
     rows, columns = shape[-2:]
     if not columns % block:
         return -1
@@ -319,14 +296,6 @@ def codes_per_word(codec: Codec | None, axis: int) -> int:
 def values_per_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the number of values in an entry of the codes, for each axis."""
     return tuple(codes_per_word(codec, axis) for axis in range(-len(shape), 0))
-
-
-@overload
-def get_codes(stored: Quantized[Leaf]) -> Leaf: ...
-
-
-@overload
-def get_codes(stored: Leaf) -> Leaf: ...
 
 
 def get_codes(stored: PyTree) -> PyTree:

@@ -90,7 +90,9 @@ def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFor
     for power, share in zip(powers, rounded_up_from, strict=True):
         if share != 0.5:
             decade = numbers[power - zero : 2 * power - zero + 1]
-            keys[power + 1 : 2 * power + 1] = _keys_at(share, decade)
+            low, high = decade[:-1], decade[1:]
+            middle = low + np.float32(share) * (high - low)
+            keys[power + 1 : 2 * power + 1] = 2 * middle.view(np.int32)
     starts = tuple(
         24 * p + 27 * (0.5 - share)
         for p, share in zip(powers, rounded_up_from, strict=True)
@@ -211,12 +213,6 @@ def _keys(numbers: np.ndarray) -> np.ndarray:
     return 2 * last + 1 - met
 
 
-def _keys_at(share: float, numbers: np.ndarray) -> np.ndarray:
-    """Returns twice the bits of the float at a part of each distance."""
-    low, high = numbers[:-1], numbers[1:]
-    return 2 * (low + np.float32(share) * (high - low)).view(np.int32)
-
-
 def _lines(
     entries: Sequence[np.ndarray],
     multiples: Sequence[np.ndarray],
@@ -231,8 +227,7 @@ def _lines(
     Args:
       entries: The entries of each decade.
       multiples: The multiples of the decade's factor at each.
-      factors: The factors of the exact formula, from which the result's differ by a few
-        ulps.
+      factors: The factors of the exact formula.
       wanted: The integer at each entry.
       scale: Its units for one unit in the last place of the line.
       unit: Its units for one step of the two bits.

@@ -30,11 +30,6 @@ def from_bits(x: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return lax.bitcast_convert_type(x, jnp.float32)
 
 
-def block_count(shape: tuple[int, ...], block: int) -> int:
-    """Returns the number of blocks in a moment, the last one perhaps incomplete."""
-    return -(-math.prod(shape) // block)
-
-
 def to_blocks(x: Shaped[Array, "*shape"], block: int) -> Shaped[Array, "blocks block"]:
     """Returns the flattened values in rows of one block, padded with zeros."""
     flat = x.reshape(-1)
@@ -96,25 +91,16 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
     codes = _filled(codes, axis, packed)
 
     def by_groups(codes: Array) -> Array:
-        words = codes.shape[axis] // packed
-        groups = codes.reshape(
-            *codes.shape[:axis], words, packed, *codes.shape[axis + 1 :]
-        )
+        before, after = codes.shape[:axis], codes.shape[axis + 1 :]
+        groups = codes.reshape(*before, codes.shape[axis] // packed, packed, *after)
         shift = lax.broadcasted_iota(jnp.int32, groups.shape, axis + 1)
-        return lax.reduce(
-            groups << (shift * np.int32(bits)),
-            np.int32(0),
-            lax.bitwise_or,
-            (axis + 1,),
-        )
+        codes = groups << (shift * np.int32(bits))
+        return lax.reduce(codes, np.int32(0), lax.bitwise_or, (axis + 1,))
 
     # Along the lanes, strided slices compile for 16 s for a moment of [1, 197, 1024],
     # padding between codes for 6 s, and products for 2 s (v5e, libtpu 0.0.52).
     def by_products(codes: Array) -> Array:
-        axis_size, group = (
-            codes.shape[axis] // packed,
-            _group(codes.shape[axis], packed),
-        )
+        words, group = codes.shape[axis] // packed, _group(codes.shape[axis], packed)
         codes = _filled(codes, axis, group * packed).astype(jnp.bfloat16)
         word, code = _places(group, group * packed)
         place = code - word * packed
@@ -125,8 +111,8 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
             taken = (place >= first) & (place < first + packed // 2)
             matrix = jnp.where(taken, power, 0).astype(jnp.bfloat16)
             halves.append(_product(matrix, codes, axis))
-        words = halves[0] | (halves[1] << np.int32(16))
-        return lax.slice_in_dim(words, 0, axis_size, axis=axis)
+        total = halves[0] | (halves[1] << np.int32(16))
+        return lax.slice_in_dim(total, 0, words, axis=axis)
 
     def by_strides(codes: Array) -> Array:
         end = codes.shape[axis]
@@ -155,9 +141,16 @@ def unpack(
         return codes.reshape(*words.shape[:axis], entries, *words.shape[axis + 1 :])
 
     def by_products(words: Array) -> Array:
-        return interleave(
-            [(words >> np.int32(bits * i)) & mask for i in range(packed)], axis
-        )
+        parts = [(words >> np.int32(bits * i)) & mask for i in range(packed)]
+        entries = words.shape[axis]
+        group = _group(entries, 1)
+        entry, place = _places(group * packed, group)
+        codes = jnp.zeros((), jnp.int32)
+        for i, part in enumerate(parts):
+            matrix = (entry == place * packed + i).astype(jnp.bfloat16)
+            part = _filled(part, axis, group).astype(jnp.bfloat16)
+            codes = codes + _product(matrix, part, axis)
+        return lax.slice_in_dim(codes, 0, entries * packed, axis=axis)
 
     def by_strides(words: Array) -> Array:
         # With zeros between the codes: a short axis would need much padding.
@@ -173,21 +166,6 @@ def unpack(
     on_tpu = by_strides if _in_sublanes(shape, axis, packed) else by_products
     codes = lax.platform_dependent(words, tpu=on_tpu, default=by_groups)
     return lax.slice_in_dim(codes, 0, axis_size, axis=axis)
-
-
-def interleave(
-    parts: Sequence[Int32[Array, "*shape"]], axis: int
-) -> Int32[Array, "*longer"]:
-    """Interleaves the entries of parts, from 0 to 255, along an axis on a TPU."""
-    axis_size = parts[0].shape[axis]
-    group = _group(axis_size, 1)
-    entry, place = _places(group * len(parts), group)
-    total = jnp.zeros((), jnp.int32)
-    for i, part in enumerate(parts):
-        matrix = (entry == place * len(parts) + i).astype(jnp.bfloat16)
-        part = _filled(part, axis, group).astype(jnp.bfloat16)
-        total = total + _product(matrix, part, axis)
-    return lax.slice_in_dim(total, 0, axis_size * len(parts), axis=axis)
 
 
 def _in_sublanes(shape: tuple[int, ...], axis: int, packed: int) -> bool:
@@ -235,6 +213,5 @@ def _filled(
     missing = -x.shape[axis] % multiple
     if not missing:
         return x
-    return lax.pad(
-        x, np.int32(0), [(0, missing if i == axis else 0, 0) for i in range(x.ndim)]
-    )
+    padding = [(0, missing if i == axis else 0, 0) for i in range(x.ndim)]
+    return lax.pad(x, np.int32(0), padding)

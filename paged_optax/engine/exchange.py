@@ -100,18 +100,9 @@ def exchange(
 ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
     """Writes the streamed buffers of one page, and fetches the next page's.
 
-    Args:
-      arrays: The arrays of a leaf.
-      exchanged: Positions of the arrays that travel both ways.
-      current: The buffers.
-      results: The page to write to the host.
-      at: The address of the page to write.
-      next_item: The address of the page to fetch.
-      page: The page to return if there is no page to fetch.
-      more: True if there is a page to fetch; None: there is one.
-
-    Returns:
-      The buffers, and the fetched page.
+    `exchanged` has the positions of the arrays that travel both ways. `results` are
+    written at `at`, and the page at `next_item` is returned beside the buffers; if
+    there is none, `page` is. `more` is True if there is one; None: there always is.
     """
     leaf_count = max(map(len, page.values()), default=1)
     items = [(p, leaf) for p in exchanged for leaf in range(leaf_count)]

@@ -20,7 +20,7 @@ from paged_optax.engine.pages import Page, Pages, joined_along
 from paged_optax.engine.transfers import to_device, to_host
 
 #: An array, or its encoded form.
-Stored = Array | Quantized[Array]
+Stored = Array | Quantized
 
 #: The arrays of one `Stored`, whole or of a page: codes and scales, or the array alone.
 Buffers = tuple[Array, ...]

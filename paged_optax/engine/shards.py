@@ -74,8 +74,11 @@ class Shards:
     @property
     def divisions(self) -> tuple[int, ...]:
         """Number of parts of each dimension."""
+        return self._parts_of(self.axes)
+
+    def _parts_of(self, axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
         sizes = dict(self.mesh.shape)
-        return tuple(math.prod(sizes[name] for name in names) for names in self.axes)
+        return tuple(math.prod(sizes[name] for name in names) for names in axes)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -123,22 +126,25 @@ class Shards:
         scales have one row for each shard that is not a range of the flattened moment,
         so that the shape of the scales identifies the layout of a state.
         """
+
+        def grown(
+            x: jax.ShapeDtypeStruct, axes: Sequence[tuple[str, ...]]
+        ) -> jax.ShapeDtypeStruct:
+            part = (*(1,) * (len(axes) - len(x.shape)), *x.shape)
+            pairs = zip(part, self._parts_of(axes), strict=True)
+            return jax.ShapeDtypeStruct(tuple(n * d for n, d in pairs), x.dtype)
+
         stored = codec.stored(self.local(shape))
-        grown = lambda x, divisions: jax.ShapeDtypeStruct(
-            tuple(n * d for n, d in zip(x.shape, divisions, strict=True)), x.dtype
-        )
         if not isinstance(stored, Quantized):
-            return grown(stored, self.divisions)
-        first, *remaining = self.divisions
-        scales = stored.scales
+            return grown(stored, self.axes)
+        scales = grown(stored.scales, self._axes_of_scales(codec))
+        return Quantized(grown(stored.codes, self.axes), scales)
+
+    def _axes_of_scales(self, codec: Codec | None) -> Sequence[tuple[str, ...]]:
         if axis_of_blocks(codec) is not None:
-            scales = grown(scales, self.divisions)
-        elif self.has_rows:
-            shape = (math.prod(remaining), first * scales.shape[0])
-            scales = jax.ShapeDtypeStruct(shape, scales.dtype)
-        else:
-            scales = grown(scales, (first,))
-        return Quantized(grown(stored.codes, self.divisions), scales)
+            return self.axes
+        first, *remaining = self.axes
+        return [(*itertools.chain(*remaining),), first] if self.has_rows else [first]
 
     def spec_of(
         self, codec: Codec | None, x: PyTree[ArrayOrShape], local: tuple[int, ...]
@@ -148,13 +154,7 @@ class Shards:
             if codec is None and len(x.shape) == len(self.axes):
                 return self.spec if self.local(x.shape) == local else PartitionSpec()
             return PartitionSpec() if codec is None else self.spec
-        first, *remaining = self.axes
-        names = tuple(name for names in remaining for name in names)
-        if axis_of_blocks(codec) is not None:
-            scales = self.spec
-        else:
-            scales = spec_of_axes([names, first] if self.has_rows else [first])
-        return Quantized(self.spec, scales)
+        return Quantized(self.spec, spec_of_axes(self._axes_of_scales(codec)))
 
 
 def on_shards(
@@ -172,17 +172,8 @@ def on_shards(
     It gets the leaves, the trip count, the shard's random words, and the offset in the
     flattened leaf of its first value. A shard that is no range of the flattened leaf
     has offset 0, and random words of its own. Arrays of other shapes than the leaf's
-    are replicated.
-
-    Args:
-      function: The function.
-      shards: The division of a leaf.
-      leaves: The arrays of each leaf.
-      codecs: The codec of each array of a leaf, or None.
-      local: The shape of a shard.
-      results: The codec of each result of a leaf, and an array of its kind.
-      trip_count: Passed on, replicated.
-      random_bits: The random words of stochastic rounding, replicated.
+    are replicated. `local` is the shape of a shard, `codecs` has the codec of each
+    array of a leaf, and `results` of each result its codec and an array of its kind.
     """
     spec = lambda x, codec: shards.spec_of(codec, x, local)
     result_codecs = [codec for codec, _ in results]

@@ -115,16 +115,10 @@ def cut(
     Pages hold whole blocks and whole words of every moment. If the smallest such page
     exceeds `page_size`, it is the page. A page count that divides the leaf is
     preferred, down to half the size. A leaf has at least 16 pages, unless they would be
-    smaller than 1 MiB.
-
-    Args:
-      shape: The leaf's shape.
-      moments: The moments that share the leaf's pages.
-      page_size: Most bytes of one moment's page, as the transformation sees it. None:
-        chosen for each leaf, by latency on a GPU.
-      like_leaves: Number of leaves of this kind, this one included.
-      spare_bytes: Bytes of one moment's page for which the device has memory anyway.
-      isolate: True if leaves are isolated even if there is memory.
+    smaller than 1 MiB. `page_size` counts bytes as the transformation sees them; None:
+    chosen for each leaf, by latency on a GPU. There are `like_leaves` of this kind. The
+    device has memory for `spare_bytes` of one moment's page anyway; with `isolate`
+    leaves are isolated nevertheless.
     """
     by_latency = page_size is None
     page_size = LARGEST_PAGE if page_size is None else page_size

@@ -1,19 +1,14 @@
 """Entry points of the engine: `stream` updates leaves, and `fill` makes a new leaf.
 
 A page is read from host memory, computed, and written back in place, inside one loop a
-leaf, or one for several leaves that share pages (`paged_optax.engine.loop`). Two
-choices make this exact and small on every compiler tested:
+leaf, or one for several leaves that share pages (`paged_optax.engine.loop`).
 
-- **The loop's variable is the index** if pages are serial. It counts rows, or the
-  smallest groups of rows that no page splits, and steps by a page: the slice's start
-  needs no arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address
-  from the induction variable alone and ignores arithmetic on it; with this form its
-  transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
-  of fewer rows is one more access at a fixed row.
-- **A leaf is isolated** (`paged_optax.engine.exchange`), so that leaves take memory one
-  at a time.
-
-This module is independent of Optax.
+The loop's variable is the index if pages are serial. It counts rows, or the smallest
+groups of rows that no page splits, and steps by a page: the slice's start needs no
+arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address from the
+induction variable alone and ignores arithmetic on it; with this form its transfer
+descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page of fewer
+rows is one more access at a fixed row.
 """
 
 import functools
@@ -57,14 +52,9 @@ def stream(
     shared by all leaves, and every page gets them whole. The new arrays of each leaf
     are in the order of the results, each in the memory of the array it replaces.
 
-    Args:
-      leaves: The arrays of each leaf.
-      trip_count: 1 to update the leaves; 0 to skip them, moving nothing. None always
-        updates.
-      random_bits: For each result the random words of stochastic rounding, or None.
-      leaf: The program, and the storage of a leaf's arrays.
-      geometry: The cut of a leaf, or of one shard of it.
-      shards: The division of a leaf over a mesh: each device pages its own shard.
+    A `trip_count` of 0 skips the leaves, moving nothing; None always updates them.
+    `random_bits` has for each result the words of stochastic rounding, or None. Over a
+    mesh each device pages its own shard, and `geometry` is a shard's.
     """
     update = _stream_jitted
     if shards is not None:

@@ -1,19 +1,18 @@
 """Training steps that hold one layer's gradients at a time.
 
 - `step`: the step; `step_arguments` checks its arguments.
-- `updates`: when layers are updated, at once or after the norm; `deferred_update`: in
-  the next step.
-- `sweep`: the backward pass over the layers; `sinks` receive its gradients.
-- `in_turn`, `overlap`: the schedules of updates. `group_transfers` and `segments` are
-  the parts of `overlap`.
+- `updates`: the step that updates each layer at once; `host_updates`: after the norm of
+  all gradients, or in the next step; `overlap`: while another layer is computed, in
+  `segments`.
+- `sweep`: the backward pass over the layers. `clipping` measures, clips and stores its
+  gradients.
 - `layer_optimizer`: applies the transformation to one layer. `tree_update` runs it on
   the loss's own tree (`layer_tree`), `same_updates` finds layers of one kind,
-  `programs` updates slices of stacks (`slice_checks`: which of them), `tree_init`
-  initializes the state, and `layered_state` lists its leaves.
+  `tree_init` initializes the state, and `layered_state` lists its leaves.
 - `layerwise_model`, `forward`: the model's functions; `explicit_axes`: their meshes;
-  `dependencies`: the leaves that have gradients; `loss`: the loss.
+  `dependencies`, `residuals`: the leaves that have gradients; `loss`: the loss.
 - `parameters`, `weights`, `slices`: stacked parameters, and access to their slices.
-- `workspace`, `clipping`: buffers and statistics of gradients.
+- `workspace`: buffers of gradients.
 """
 
 from paged_optax.layerwise.layerwise_model import LayerwiseModel

@@ -1,7 +1,9 @@
-"""Gradient statistics, clipping, and the guard against non-finite gradients."""
+"""Gradient statistics, clipping, and buffers of clipped gradients."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,10 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.types import ArrayOrShape
-from paged_optax.step_skipping import IfFinite, wrapper_of
-from paged_optax.transform.context import Gate
+from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.layered_state import store_small
+from paged_optax.layerwise.slices import LayerIndex, read_slice
+from paged_optax.layerwise.workspace import GradientWorkspace
 
 
 @jax.tree_util.register_dataclass
@@ -116,70 +119,87 @@ def scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
     return jax.tree.map(multiply, tree)
 
 
-def widest(*trees: PyTree[ArrayOrShape]) -> np.dtype:
-    """The widest real dtype of any leaf: float32, or float64."""
-    dtypes = [jax.typeof(x).dtype for x in jax.tree.leaves(trees)]
-    return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype
+class WorkspaceCarry(NamedTuple):
+    """Loop carry of a backward pass that updates each layer.
+
+    Attributes:
+      slots: The state's stacks.
+      small: The gradients of the small leaves, of all layers.
+    """
+
+    measure: GradientStats
+    slots: list[Stored]
+    workspace: GradientWorkspace
+    small: list[Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Guard:
-    """Skips a step whose gradients are not finite, for `apply_if_finite`.
-
-    The wrapper needs all gradients, and one layer's gradients exist at a time. The step
-    tests them instead, and Optax's own code counts the errors.
+class WorkspaceSink:
+    """Holds one layer's clipped gradients in the workspace.
 
     Attributes:
-      tx: The transformation without the wrapper.
-      state: The state of `tx`.
-      outer: The wrapper's state, or None.
-      wrapper: The wrapper, or None.
+      clipping: How gradients are clipped.
+      norm: The norm to clip by; None clips a layer by its own norm.
+      chunked: The gradients of the parameters that are updated in chunks.
     """
 
-    tx: optax.GradientTransformation
-    state: PyTree
-    outer: PyTree = None
-    wrapper: IfFinite | None = None
+    clipping: Clipping
+    norm: Float[Array, ""] | None
+    chunked: Sequence[Array]
+    length: int
 
-    @classmethod
-    def create(cls, tx: optax.GradientTransformation, state: PyTree) -> "Guard":
-        """Removes the wrapper from a transformation and its state.
+    def store(
+        self, carry: WorkspaceCarry, i: LayerIndex, gradients: PyTree[Array]
+    ) -> WorkspaceCarry:
+        """Measures and clips layer i's gradients, and writes them to the workspace."""
+        measure = self.clipping.measure(gradients)
+        norm = measure.norm if self.norm is None else self.norm
+        workspace = carry.workspace.zero_accumulators().write(
+            self.clipping.clipped(gradients, norm)
+        )
+        small = store_small(carry.small, _slices(workspace), i)
+        return WorkspaceCarry(carry.measure + measure, carry.slots, workspace, small)
 
-        Raises:
-          ValueError: If the state is not the wrapper's.
-        """
-        wrapper = wrapper_of(tx)
-        if wrapper is None:
-            return cls(tx, state)
-        return cls(wrapper.inner, wrapper.inside(state), state, wrapper)
+    def read(self, carry: WorkspaceCarry, i: LayerIndex) -> list[Array]:
+        """Reads layer i's gradients, and chunk i of the chunked ones."""
+        chunks = [read_slice(x, i, self.length) for x in self.chunked]
+        return _slices(carry.workspace) + chunks
 
-    def inside(self, state: PyTree) -> PyTree:
-        """The inner state of a state of the wrapper."""
-        return state if self.wrapper is None else self.wrapper.inside(state)
 
-    def check_known(self, known: bool) -> None:
-        """Raises if layers are updated before all gradients exist."""
-        if self.wrapper is not None and not known:
-            raise ValueError(
-                "tx is an apply_if_finite, whose `reduce_and` combines all gradients,"
-                " and here each layer is updated before the next one's are there. They"
-                " are all known first with a workspace of"
-                " GradientWorkspace.allocate(..., host_dtype='float32');"
-                " or with max_norm= (and clip='global'), at the price of a second"
-                " backward pass."
-            )
+def _slices(workspace: GradientWorkspace) -> list[Array]:
+    return [x[None] for x in jax.tree.leaves(workspace.gradients)]
 
-    def passes(self, measure: GradientStats) -> Gate:
-        """True if the update happens."""
-        return True if self.wrapper is None else self._decided(measure)[0]
 
-    def around(self, state: PyTree, measure: GradientStats | None) -> PyTree:
-        """Builds the wrapper's state."""
-        if self.wrapper is None:
-            return state
-        outer = self.outer if measure is None else self._decided(measure)[1]
-        return outer._replace(inner_state=state)
+@dataclasses.dataclass(frozen=True)
+class HostGradients:
+    """The gradients of all layers in host memory, clipped when they are read.
 
-    def _decided(self, measure: GradientStats) -> tuple[Bool[Array, ""], PyTree]:
-        assert self.wrapper is not None and measure.finite is not None
-        return self.wrapper.decided(measure.finite, self.outer)
+    Attributes:
+      stacks: The gradients, stacked.
+      dtypes: The dtypes to update by; parameters outside the layers have none.
+      clipping: How gradients are clipped.
+    """
+
+    stacks: Sequence[Array]
+    dtypes: Sequence[np.dtype]
+    clipping: Clipping
+    norm: Float[Array, ""]
+
+    def read(self, i: LayerIndex) -> list[Array]:
+        """Fetches layer i's gradients."""
+        pairs = zip(self.stacks, self.dtypes, strict=True)
+        gradients = [read_slice(g, i).astype(dtype) for g, dtype in pairs]
+        by_all = self.clipping.clip == "global"
+        norm = self.norm if by_all else self.clipping.measure(gradients).norm
+        return self.clipping.clipped(gradients, norm)
+
+    def clip_leaf(self, n: int, g: Array) -> Array:
+        """Clips a gradient of leaf n; outside the layers it is clipped already."""
+        if n >= len(self.dtypes):
+            return g
+        return self.clipping.clipped(g.astype(self.dtypes[n]), self.norm)
+
+
+def gradient_dtypes(workspace: GradientWorkspace) -> list[np.dtype]:
+    """The dtypes of a layer's gradients."""
+    return [x.dtype for x in jax.tree.leaves(workspace.gradients)]

@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant
+from paged_optax.analysis.program import Constant, used_values
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
@@ -68,11 +68,10 @@ def used(
 ) -> Mapping[Hashable, PyTree[bool]]:
     """Marks the leaves of `rest` that a function's results depend on."""
     flat = Flat(jax.make_jaxpr(function)(rest, *others))
-    outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
     leaves, structure = jax.tree.flatten(rest)
-    return structure.unflatten(
-        [not outputs.isdisjoint(flat.dependents([n])) for n in range(len(leaves))]
-    )
+    read = {x for n in flat.needed(flat.outputs) for x in flat.eqns[n].numbers}
+    read.update(used_values(flat.outputs))
+    return structure.unflatten([n in read for n in range(len(leaves))])
 
 
 # Rows of a chunk are a multiple of this: whole tiles of a TPU, also of four-code words.

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, PyTree
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
+from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.residuals import Learned, Saved
 from paged_optax.layerwise.slices import (
     LayerIndex,
@@ -22,7 +23,6 @@ from paged_optax.layerwise.slices import (
 )
 from paged_optax.layerwise.weights import (
     Dependency,
-    Frozen,
     Prefetched,
     Weights,
     fetch_after,
@@ -95,8 +95,6 @@ class EpilogueGradients(NamedTuple):
     """The loss of one micro-batch, its metrics, and its gradients.
 
     Attributes:
-      loss: The loss.
-      metrics: The epilogue's metrics, or None.
       by_rest: The gradients of the parameters outside the layers.
       by_output: The gradients by the last layer's floating-point output.
       by_kept: The gradients by the floating-point kept outputs.
@@ -127,9 +125,6 @@ class ModelFunctions:
     """The model's three functions.
 
     Attributes:
-      prologue: See `LayerwiseModel`.
-      layer: See `LayerwiseModel`.
-      epilogue: See `LayerwiseModel`.
       activations_on_host: If true, the layers' inputs are in host memory.
       frozen: The frozen parameters. If None, the functions do not take any.
       saves: The leaves whose gradients the forward pass saves residuals for; None saves
@@ -140,7 +135,7 @@ class ModelFunctions:
     layer: Callable[..., PyTree]
     epilogue: Callable[..., PyTree]
     activations_on_host: bool
-    frozen: Frozen | None = None
+    frozen: Partition | None = None
     saves: Learned | None = None
 
     def _all(self, rest: Rest) -> tuple[Rest, ...]:
@@ -257,15 +252,8 @@ class ModelFunctions:
     ) -> EpilogueGradients:
         """Computes the loss of one micro-batch, its metrics, and its gradients.
 
-        Args:
-          rest: The parameters outside the layers.
-          x: The last layer's output.
-          kept: The layers' kept outputs.
-          batch: The micro-batch.
-          dtype: The dtype of the loss's weight.
-          before: The weight of the preceding micro-batches. The gradients are then
-            divided by the weight so far; None leaves them undivided.
-          last: If true, no micro-batch follows.
+        The loss's weight has dtype `dtype`. The gradients are divided by the weight of
+        this and the preceding micro-batches, `before`, or by nothing if that is None.
         """
         inputs, merge_x = _inexact(x)
         floats, merge_kept = _inexact(kept)

@@ -17,7 +17,14 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.clipping import Clipping, GradientStats, scaled, sum_dtype
+from paged_optax.layerwise.clipping import (
+    Clipping,
+    GradientStats,
+    HostGradients,
+    gradient_dtypes,
+    scaled,
+    sum_dtype,
+)
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
@@ -28,9 +35,8 @@ from paged_optax.layerwise.loss import (
     over,
     weight_divisor,
 )
-from paged_optax.layerwise.overlap import forward_overlapped
+from paged_optax.layerwise.overlap import ForwardOverlap
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.sinks import HostGradients, gradient_dtypes
 from paged_optax.layerwise.slices import (
     LayerIndex,
     over_layers,
@@ -54,7 +60,6 @@ class _BatchCarry(NamedTuple):
     """Loop carry over micro-batches.
 
     Attributes:
-      stacks: The layers' parameters.
       host: The gradients of all layers, in host memory.
       workspace: The workspace without `host`.
       by_rest: The gradients of the other parameters; None before the only micro-batch.
@@ -192,14 +197,10 @@ def _measured(
 ) -> tuple[_BatchCarry, GradientStats]:
     """Measures sums in device memory, and writes the first layer's to the workspace."""
 
-    def body(
-        i: LayerIndex, next_item: LayerIndex | None, measure: GradientStats
-    ) -> GradientStats:
-        del next_item
-        return measure + clipping.measure([read_slice(x, i) for x in totals.host])
-
+    slices = lambda i: [read_slice(x, i) for x in totals.host]
+    add = lambda i, _, measure: measure + clipping.measure(slices(i))
     length = totals.host[0].shape[0]
-    measure = over_layers(length, body, clipping.zero, backward=True)
+    measure = over_layers(length, add, clipping.zero, backward=True)
     gradients = jax.tree.structure(totals.workspace.gradients)
     first = gradients.unflatten([x[0] for x in totals.host])
     workspace = totals.workspace.zero_accumulators().write(first)
@@ -301,13 +302,9 @@ def update_next_step(
             weights.stacks, partition.others(_pending(workspace).rest)
         )
         params = partition.combine(weights.stacks, others)
-        forward, slots, new = forward_overlapped(
-            step.optimizer,
-            start,
-            weights,
-            _host_gradients(step, workspace, [by[n] for n in layered.chunked]),
-            [params[n] for n in layered.chunked],
-        )
+        gradients = _host_gradients(step, workspace, [by[n] for n in layered.chunked])
+        overlap = ForwardOverlap(step.optimizer, start, weights, gradients)
+        forward, slots, new = overlap.run([params[n] for n in layered.chunked])
         others = layered.others_with(params, new)
         rest = _rest(step, forward[-1], others)
         zero = step.clipping.zero.square

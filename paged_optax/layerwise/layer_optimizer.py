@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -19,10 +19,9 @@ from paged_optax.backend.platforms import barrier_on_cpu
 from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import LayerNumbers
-from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.segments import Group
+from paged_optax.layerwise.layered_state import Group, LayeredState
 from paged_optax.layerwise.slices import LayerIndex, read_moment, write_moment
-from paged_optax.layerwise.tree_update import TreeUpdate, Updated
+from paged_optax.layerwise.tree_update import Leaves, TreeUpdate, Updated
 from paged_optax.layerwise.weights import (
     add_in_place,
     fetch_after,
@@ -32,6 +31,9 @@ from paged_optax.layerwise.weights import (
 from paged_optax.transform.context import Gate, current, only_if, within
 
 Tree = TypeVar("Tree", bound=PyTree)
+
+#: Leaves of a layer by their positions.
+LayerLeaves = Mapping[int, Array] | Sequence[Array]
 
 # The update of the rest is traced once for each fetch. A model has few large parameters
 # outside its layers: embeddings of tokens and positions, and an output matrix.
@@ -107,52 +109,31 @@ class LayerOptimizer:
         self,
         group: Group,
         state: Sequence[Stored],
-        weights: Sequence[Array | None],
-        gradients: Sequence[Array | None],
+        weights: LayerLeaves,
+        gradients: LayerLeaves,
         i: LayerIndex,
     ) -> tuple[list[Stored], list[Array]]:
         """Updates some leaves of layer i.
 
-        Args:
-          group: The leaves.
-          state: Their moments, with a leading axis of 1.
-          weights: All parameters of the layer, with a leading axis of 1, and a chunk of
-            each chunked parameter. Other leaves are not read.
-          gradients: Their gradients.
-          i: The layer.
+        All arrays have a leading axis of 1. `weights` has all parameters of the layer,
+        and a chunk of each chunked parameter. Leaves outside the group are not read.
 
         Returns:
           The leaves' new moments, and the leaves.
         """
         layered = self.layered
-        moments = dict(
-            zip(
-                [layered.slot_numbers[n] for n in group.slot_positions],
-                state,
-                strict=True,
-            )
-        )
-        read = [
-            moments.get(k, x if n is None or not jax.tree.leaves(x)[0].ndim else None)
-            for k, (x, n) in enumerate(
-                zip(layered.state, layered.param_indices, strict=True)
-            )
-        ]
-
-        def subset(values: Sequence[Array | None]) -> list[Array | None]:
-            by_number = {layered.numbers[n]: values[n] for n in group.positions}
-            return [by_number.get(n) for n in range(len(layered.params))]
-
-        old = [x for n in group.positions if (x := weights[n]) is not None]
+        numbers = [layered.numbers[n] for n in group.positions]
+        slot_numbers = [layered.slot_numbers[n] for n in group.slot_positions]
+        leaves = dict(zip(slot_numbers, state, strict=True)) | layered.shared
+        subset = lambda values: {layered.numbers[n]: values[n] for n in group.positions}
+        params = subset(weights)
 
         def update() -> tuple[list[Stored], list[Array]]:
             # JAX would trace again for the weak type of a Python integer.
             layer = np.int32(i) if isinstance(i, int) else i
-            args = subset(gradients), read, subset(weights), layer
-            leaves, new = self._jitted(*args)
-            leaves = [leaves[layered.numbers[n]] for n in group.positions]
-            result = [new[k] for k in moments], leaves
-            return self._if_it_happens(result, (list(state), old))
+            new, moments = self._jitted(subset(gradients), leaves, params, layer)
+            result = [moments[k] for k in slot_numbers], [new[n] for n in numbers]
+            return self._if_it_happens(result, (list(state), list(params.values())))
 
         return barrier_on_cpu(update)
 
@@ -161,10 +142,7 @@ class LayerOptimizer:
         """The update of a layer, traced once for each group."""
 
         def update(
-            updates: Sequence[Array | None],
-            state: Sequence[Stored | None],
-            params: Sequence[Array | None],
-            i: LayerIndex,
+            updates: Leaves, state: Leaves, params: Leaves, i: LayerIndex
         ) -> Updated:
             with self._context():
                 return self.tree.layer(i, updates, state, params)
@@ -187,6 +165,7 @@ class LayerOptimizer:
         params = partition.combine(stacks, others)
         updates: list[Array | None] = partition.combine(small, gradients)
         rest = {n for n, sliced in enumerate(layered.sliced) if not sliced}
+        count = len(layered.state)
         offloaded = [n for n in rest if on_host(params[n])]
         new, state = self._update_all_but(offloaded, params, updates)
         # The rows of a divided parameter are on other devices.
@@ -199,26 +178,22 @@ class LayerOptimizer:
         # The device holds one of the largest at a time.
         large = sorted(offloaded, key=lambda n: -nbytes(params[n]))
         fetches = [[n] for n in large[:_FETCHED_SINGLY]] + [large[_FETCHED_SINGLY:]]
-        last: PyTree[Array] = new
+        last: PyTree[Array] = [new.get(n, x) for n, x in enumerate(params)]
         for numbers in filter(None, fetches):
             items = {n: (params[n], updates[n]) for n in numbers}
             # Each fetch follows the previous update, which limits device memory.
             items, last = fetch_after(items, last)
             for n, pair in items.items():
                 params[n], updates[n] = pair
-            leaves, moments = self._update_all_but(
-                rest.difference(numbers), params, updates, add
-            )
+            left = rest.difference(numbers)
+            leaves, moments = self._update_all_but(left, params, updates, add)
             last = {n: jax.device_put(leaves[n], HOST) for n in numbers}
-            new = [last.get(n, x) for n, x in enumerate(new)]
-            state = [
-                one if param_index in numbers else x
-                for x, one, param_index in zip(
-                    state, moments, layered.param_indices, strict=True
-                )
-            ]
-        outside = [not inner for inner in partition.in_layers]
-        return layered.of_layers(new), list(compress(new, outside)), state
+            new |= last
+            indices = layered.param_indices
+            state |= {k: x for k, x in moments.items() if indices[k] in numbers}
+        params = [new.get(n, x) for n, x in enumerate(params)]
+        others = list(compress(params, [not flag for flag in partition.in_layers]))
+        return layered.of_layers(params), others, list(map(state.get, range(count)))
 
     def _update_all_but(
         self,
@@ -229,39 +204,26 @@ class LayerOptimizer:
     ) -> Updated:
         """Updates what `update_rest` updates, except the parameters in `left`."""
         layered = self.layered
-        taken = [
-            not sliced and n not in left for n, sliced in enumerate(layered.sliced)
-        ]
-        only = lambda leaves: [
-            x if flag else None for x, flag in zip(leaves, taken, strict=True)
-        ]
-        items = zip(
-            layered.state, layered.param_indices, self.tree.state_members, strict=True
+        small = [n for n, flag in enumerate(layered.sliced) if not flag]
+        only = lambda leaves: {n: leaves[n] for n in small if n not in left}
+        fetch = lambda x, member: (
+            jax.tree.map(on_device, x) if isinstance(member, LayerNumbers) else x
         )
-        fetched = [
-            None
-            if k in layered.slot_numbers or n in left
-            else jax.tree.map(on_device, x)
-            if isinstance(member, LayerNumbers)
-            else x
-            for k, (x, n, member) in enumerate(items)
-        ]
+        fetched = {
+            k: fetch(x, self.tree.state_members[k])
+            for k, x in enumerate(layered.state)
+            if k not in layered.slot_numbers and layered.param_indices[k] not in left
+        }
         with only_if(self.enabled), self._context():
             leaves, state = self.tree.rest(only(updates), fetched, only(params), add)
-        new = [
-            self._if_it_happens(x, old) if flag else old
-            for old, x, flag in zip(params, leaves, taken, strict=True)
-        ]
-        return new, list(map(self._selected, state, fetched, layered.state))
-
-    def _selected(
-        self, new: Stored | None, fetched: Stored | None, old: Stored
-    ) -> Stored | None:
-        """Selects a leaf of the state, in the memory of the old one."""
+        new = {n: self._if_it_happens(leaves[n], x) for n, x in only(params).items()}
         # The loops of paged moments have selected already.
-        if fetched is None or on_host(fetched):
-            return new
-        return host_like(self._if_it_happens(new, fetched), old)
+        select = lambda k, x: (
+            x
+            if on_host(fetched[k])
+            else host_like(self._if_it_happens(x, fetched[k]), layered.state[k])
+        )
+        return new, {k: select(k, state[k]) for k in fetched}
 
     def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
         if self.enabled is True:

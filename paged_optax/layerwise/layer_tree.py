@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 from paged_optax.backend.flax_variables import as_pure, fixed_variables
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.state.leaves import is_quantized
-from paged_optax.step_skipping import wrapper_of
 
 
 class LayerNumbers(tuple[int, ...]):
@@ -113,32 +112,6 @@ class LayerTree:
                 " parameters that a step returned."
             )
         return leaves
-
-    def on_stacks(
-        self, tx: optax.GradientTransformation
-    ) -> optax.GradientTransformationExtraArgs:
-        """Returns a transformation of the stacked tree that applies `tx` to the own.
-
-        Each own leaf is a leaf of the stacked tree: only names and order differ.
-        """
-        if (wrapper := wrapper_of(tx)) is not None:
-            wrapper = wrapper._replace(inner=self.on_stacks(wrapper.inner))
-            return optax.GradientTransformationExtraArgs(
-                wrapper.init_around, wrapper.update_around
-            )
-        tx, stack = optax.with_extra_args_support(tx), lambda x: self.stack(x, list)
-        own = lambda x: self.unstack(x, list)
-
-        def update(
-            updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
-        ) -> tuple[PyTree, PyTree]:
-            trees = own(updates), own(state), own(params)
-            new_updates, new_state = tx.update(*trees, **extra_args)
-            return stack(new_updates), stack(new_state)
-
-        return optax.GradientTransformationExtraArgs(
-            lambda params: stack(tx.init(own(params))), update
-        )
 
     def stack(
         self, tree: PyTree, together: Together, item: Each = lambda n, x: x

@@ -1,7 +1,7 @@
 """The leaves of parameters and state, and the order of their updates."""
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,62 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
 from paged_optax.layerwise.parameters import Partition, stack_length
-from paged_optax.layerwise.segments import Group, grouped
 from paged_optax.layerwise.slices import LayerIndex, is_sliced, write_slice
 from paged_optax.transform.trees import parameter_of
 
 Value = TypeVar("Value")
+
+
+# More groups hold fewer bytes on the device. With four, a group is about one large
+# matrix of a transformer's layer.
+_GROUPS = 4
+
+
+class Group(NamedTuple):
+    """Leaves of a layer with a common update.
+
+    Attributes:
+      positions: Their positions among the layer's leaves.
+      slot_positions: The positions of their moments among the state's stacks.
+    """
+
+    positions: tuple[int, ...]
+    slot_positions: tuple[int, ...]
+
+
+def group_leaves(
+    travel: Mapping[int, int],
+    param_indices: Sequence[int] = (),
+    maximum: int | None = None,
+) -> list[Group]:
+    """Divides a layer's leaves into groups of about equal travel.
+
+    Args:
+      travel: The bytes of each leaf that travel, by its position.
+      param_indices: For each of the state's stacks, the position of its leaf.
+      maximum: The largest number of groups; None uses the default.
+
+    Returns:
+      The groups.
+    """
+    count = min(maximum or _GROUPS, sum(map(bool, travel.values())))
+    groups: list[list[int]] = [[] for _ in range(max(1, count))]
+    sizes = [0] * len(groups)
+    for size, index in sorted(((x, n) for n, x in travel.items()), reverse=True):
+        minimum = sizes.index(min(sizes))
+        groups[minimum].append(index)
+        sizes[minimum] += size
+    # The smallest comes first. It is fetched during the last segment, where XLA:GPU
+    # starts transfers late (jax 0.12.0.1).
+    return [
+        Group(
+            tuple(sorted(group)),
+            tuple(
+                n for n, param_index in enumerate(param_indices) if param_index in group
+            ),
+        )
+        for _, group in sorted(zip(sizes, groups, strict=True))
+    ]
 
 
 class LayeredState:
@@ -43,6 +94,7 @@ class LayeredState:
       state_paths: The paths of the state.
       state: Its leaves.
       param_indices: For each leaf of the state, the number of its parameter, or None.
+      shared: The leaves that all layers share, such as counts, by number.
       slot_numbers: The numbers of the leaves of the state that are updated in slices or
         chunks.
       slots: These leaves.
@@ -89,6 +141,11 @@ class LayeredState:
             for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
             if n is not None and self.sliced[n] and jax.tree.leaves(x)[0].ndim
         ]
+        self.shared = {
+            k: x
+            for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
+            if n is None or not jax.tree.leaves(x)[0].ndim
+        }
         self.slot_numbers = [k for k, _, _ in moments]
         # Scales stay on the device: on a TPU a slice of a vector is no whole tile.
         self.slots = [_scales_to(x, host=False) for _, x, _ in moments]
@@ -113,7 +170,7 @@ class LayeredState:
         moving = [(n, self.params[n]) for n in self.numbers if self.sliced[n]]
         for n, x in [*moving, *zip(self.slot_params, self.slots, strict=True)]:
             travel[positions[n]] += nbytes(x) if on_host(x) else 0
-        return grouped(travel, [positions[n] for n in self.slot_params], maximum)
+        return group_leaves(travel, [positions[n] for n in self.slot_params], maximum)
 
     def of_layers(self, values: Sequence[Value]) -> list[Value]:
         """Selects the layers' values from one value for each parameter."""

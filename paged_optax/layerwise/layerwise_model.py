@@ -11,7 +11,6 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
 from paged_optax.layerwise.forward import ModelFunctions, check_same_input
 from paged_optax.layerwise.layer_tree import LayerTree
@@ -21,9 +20,10 @@ from paged_optax.layerwise.parameters import (
     from_numpy,
     placed_shape,
     stack_length,
+    widest,
 )
 from paged_optax.layerwise.tree_init import init_stacked
-from paged_optax.layerwise.weights import Frozen, on_device
+from paged_optax.layerwise.weights import on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.restore import abstract_state, placed_as
 
@@ -68,14 +68,8 @@ class LayerwiseModel:
 
     @property
     def layer_tree(self) -> LayerTree | None:
-        """The transformation's tree of layers; None if it is the tree of stacks."""
+        """The loss's own tree; None if it is the tree of stacks."""
         return None
-
-    def on_stacks(
-        self, tx: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """Returns a transformation of the tree of stacks, by the loss's own names."""
-        return tx
 
     def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
         """Initializes the state of `tx` for stacked parameters.
@@ -92,13 +86,14 @@ class LayerwiseModel:
         Raises:
           ValueError: If the layers are not stacked, or if `tx.init` combines them.
         """
-        tree, tx = self.layer_tree, self.on_stacks(tx)
-        if tree is not None:
+        tree, leaves = self.layer_tree, jax.tree.leaves(params)
+        types = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        init = functools.partial(abstract_state, tx) if types else tx.init
+        if tree is None:
+            return init(params)
+        if tree.length:
             return init_stacked(tx, tree, params)
-        leaves = jax.tree.leaves(params)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            return abstract_state(tx, params)
-        return tx.init(params)
+        return tree.stack(init(tree.unstack(params, list)), list)
 
     def place_state(
         self, tx: optax.GradientTransformation, state: PyTree, params: PyTree
@@ -123,7 +118,7 @@ class LayerwiseModel:
         return placed_as(target, state)
 
     def functions(
-        self, params: Partition, frozen: Frozen | None, activations_on_host: bool
+        self, params: Partition, frozen: Partition | None, activations_on_host: bool
     ) -> ModelFunctions:
         """Returns the three functions for parameters of these types; steps call it.
 
@@ -213,7 +208,7 @@ class LayerwiseModel:
         count = stack_length(partition.layers)
         frozen = None
         if frozen_params:
-            frozen = Frozen.create(frozen_params[0], layers, count)
+            frozen = Partition.of_frozen(frozen_params[0], layers, count)
         model = self.functions(partition, frozen, False)
         model = on_explicit_axes(model, partition, batch, False)
         x, context = model.run_prologue(partition.rest, batch)

@@ -12,21 +12,21 @@ from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.backend.types import in_shard_map
 from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.clipping import HostGradients, WorkspaceCarry, WorkspaceSink
 from paged_optax.layerwise.forward import (
     Activations,
     Forward,
     ForwardStart,
     PrologueGradients,
 )
-from paged_optax.layerwise.group_transfers import (
+from paged_optax.layerwise.layer_optimizer import LayerLeaves, LayerOptimizer
+from paged_optax.layerwise.segments import (
     GroupInputs,
     GroupTransfers,
     InFlight,
     Values,
     after_all,
 )
-from paged_optax.layerwise.layer_optimizer import LayerOptimizer
-from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
 from paged_optax.layerwise.slices import LayerIndex, over_layers, read_slice
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import Vectors, Weights
@@ -38,53 +38,30 @@ def can_overlap(optimizer: LayerOptimizer) -> bool:
     return GPU_FETCHES_AHEAD and several and not in_shard_map()
 
 
-def backward_overlapped(
-    optimizer: LayerOptimizer,
-    layers: BackwardPass,
-    sink: WorkspaceSink,
-    start: WorkspaceCarry,
-) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
-    """Computes each layer's gradients while the layer after it is updated."""
-    transfers = GroupTransfers(optimizer, layers.weights, True)
-    return _BackwardOverlap(transfers, layers, sink).run(start)
-
-
-def forward_overlapped(
-    optimizer: LayerOptimizer,
-    start: ForwardStart,
-    weights: Weights,
-    gradients: HostGradients,
-    chunked: Sequence[Array],
-) -> tuple[Forward, list[Stored], list[Array]]:
-    """Runs each layer forward while the layer after it is updated.
-
-    Returns:
-      The result of the forward pass, the state's stacks, and the new `chunked`.
-    """
-    transfers = GroupTransfers(optimizer, weights, False)
-    return _ForwardOverlap(transfers, start, gradients).run(chunked)
-
-
 # The sink's carry, the gradients by the prologue's output, the transfers, and the
 # fetched parameters of the layer that is updated next.
 _BackwardCarry = tuple[WorkspaceCarry, PrologueGradients, InFlight, dict[int, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _BackwardOverlap:
+class BackwardOverlap:
     """Updates a layer during the backward pass of the layer before it."""
 
-    transfers: GroupTransfers
+    optimizer: LayerOptimizer
     layers: BackwardPass
     sink: WorkspaceSink
+
+    @functools.cached_property
+    def transfers(self) -> GroupTransfers:
+        """The groups of leaves."""
+        return GroupTransfers(self.optimizer, self.layers.weights, True)
 
     def run(
         self, start: WorkspaceCarry
     ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
         """Runs the pass, and updates a chunk of each chunked parameter with a layer."""
         layers, weights, transfers = self.layers, self.layers.weights, self.transfers
-        layered = transfers.optimizer.layered
-        last = weights.length - 1
+        layered, last = self.optimizer.layered, weights.length - 1
         vectors = weights.vectors(layers.stacks)
         # XLA would fetch the last layer before the loss is computed.
         stacks, dx = after_all((layers.stacks, layers.epilogue.by_output))
@@ -147,30 +124,26 @@ class _BackwardOverlap:
         differentiated: LayerIndex | None,
         next_item: LayerIndex | None,
         offloaded: dict[int, Array],
-        by: Sequence[Array],
+        by: LayerLeaves,
         k: int,
         state: InFlight,
         computed: Values,
     ) -> tuple[InFlight, Values]:
         """Updates group k of a layer, and begins to fetch the next group.
 
-        Args:
-          i: The layer that is updated.
-          differentiated: The layer that is differentiated meanwhile, if any.
-          next_item: The layer that is differentiated next, if any.
-          offloaded: The parameters of layer i that came from the host, by position.
-          by: The gradients of layer i.
-          k: The group.
-          state: The transfers.
-          computed: The values of the other computation at this point.
+        Layer i is updated by its gradients `by`, and layer `differentiated` is computed
+        meanwhile, then `next_item`; None: no layer. The parameters of layer i that came
+        from the host are `offloaded`, and the other computation has `computed` so far.
         """
-        transfers = self.transfers
-        weights = [
-            offloaded[n] if n in offloaded else read_slice(x, i, transfers.parts)
-            for n, x in enumerate(state.stacks)
-        ]
+        transfers, length = self.transfers, self.optimizer.layered.length
+        weights = {
+            n: offloaded[n]
+            if n in offloaded
+            else read_slice(state.stacks[n], i, length)
+            for n in self.optimizer.groups[k].positions
+        }
         state, _, computed = transfers.update(k, state, weights, by, i, computed)
-        last = k + 1 == len(transfers.groups)
+        last = k + 1 == len(self.optimizer.groups)
         after = 0 if last else k + 1
         inputs = self._inputs(state.slots, after, differentiated if last else i)
         state = state._replace(inputs=inputs)
@@ -178,7 +151,7 @@ class _BackwardOverlap:
             return state, computed
         fetched = {
             n: transfers.weights.read(n, state.stacks[n], next_item)
-            for n in transfers.groups[after].positions
+            for n in self.optimizer.groups[after].positions
             if on_host(state.stacks[n])
         }
         fetched |= transfers.fetch_frozen(k, next_item)
@@ -186,25 +159,29 @@ class _BackwardOverlap:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ForwardOverlap:
+class ForwardOverlap:
     """Updates a layer during the forward pass of the layer before it.
 
     Attributes:
-      transfers: The groups of leaves.
-      start: The prologue's results.
       gradients: The gradients. A group's are fetched with its moments.
     """
 
-    transfers: GroupTransfers
+    optimizer: LayerOptimizer
     start: ForwardStart
+    weights: Weights
     gradients: HostGradients
+
+    @functools.cached_property
+    def transfers(self) -> GroupTransfers:
+        """The groups of leaves."""
+        return GroupTransfers(self.optimizer, self.weights, False)
 
     def run(
         self, chunked: Sequence[Array]
     ) -> tuple[Forward, list[Stored], list[Array]]:
-        """Runs the layers forward."""
-        transfers, trained = self.transfers, self.transfers.weights.stacks
-        layered = transfers.optimizer.layered
+        """Runs the layers forward, and returns the state's stacks and `chunked` too."""
+        transfers, trained = self.transfers, self.weights.stacks
+        layered = self.optimizer.layered
         state = InFlight(layered.slots, [*trained, *chunked], None, {})
         state = state._replace(inputs=self._inputs(state, 0, 0))
         # The first layer is updated before any layer runs forward.
@@ -252,14 +229,17 @@ class _ForwardOverlap:
         return [
             moments + sum(nbytes(stacks[n]) for n in group.positions)
             for moments, group in zip(
-                self.transfers.moment_bytes, self.transfers.groups, strict=True
+                self.transfers.moment_bytes, self.optimizer.groups, strict=True
             )
         ]
 
     def _inputs(self, state: InFlight, k: int, i: LayerIndex) -> GroupInputs:
         """Begins to fetch the inputs of the update of group k of layer i."""
-        positions, parts = self.transfers.groups[k].positions, self.transfers.parts
-        read = lambda n, x: read_slice(x, i, parts, self.transfers.shards[n])
+        positions, length = (
+            self.optimizer.groups[k].positions,
+            self.optimizer.layered.length,
+        )
+        read = lambda n, x: read_slice(x, i, length, self.transfers.shards[n])
         return GroupInputs(
             self.transfers.fetch_moments(state.slots, k, i),
             [read(n, self.gradients.stacks[n]) for n in positions],
@@ -279,21 +259,20 @@ class _ForwardOverlap:
         After the last group that is the first group of layer `after`, if there is one.
         """
         assert state.inputs is not None  # every turn fetches for the next update
-        group, parts = self.transfers.groups[k], self.transfers.parts
+        group, length = self.optimizer.groups[k], self.optimizer.layered.length
         _, gradients, loaded = state.inputs
-        weights = [
-            loaded.get(n, read_slice(x, i, parts)) if n in group.positions else None
-            for n, x in enumerate(state.stacks)
-        ]
+        weights = {
+            n: loaded[n] if n in loaded else read_slice(state.stacks[n], i, length)
+            for n in group.positions
+        }
         pairs = zip(group.positions, gradients, strict=True)
-        clipped = {n: self.gradients.clip_leaf(n, g) for n, g in pairs}
-        by = [clipped.get(n) for n in range(len(weights))]
+        by = {n: self.gradients.clip_leaf(n, g) for n, g in pairs}
         state, new, computed = self.transfers.update(k, state, weights, by, i, computed)
         pairs = zip(group.positions, new, strict=True)
         updated = {n: x for n, x in pairs if n in loaded}
         updated |= self.transfers.fetch_frozen(k, i)
         state = state._replace(inputs=None, weights=state.weights | updated)
-        last = k + 1 == len(self.transfers.groups)
+        last = k + 1 == len(self.optimizer.groups)
         layer = after if last else i
         if layer is not None:
             inputs = self._inputs(state, 0 if last else k + 1, layer)

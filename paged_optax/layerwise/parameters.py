@@ -1,6 +1,7 @@
 """Partitions parameters into stacked layers and the rest."""
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from paged_optax.backend.memory import (
     typed_by_memory,
 )
 from paged_optax.backend.text import keystr, parse_bytes
-from paged_optax.backend.types import PyTreeDef, is_committed
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef, is_committed
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.slices import is_sliced
@@ -38,18 +39,13 @@ class Partition:
     """A model's parameters, partitioned into layers and the rest.
 
     Attributes:
-      key: The key of the layers' parameters.
-      layers: The layers' parameters, stacked.
       rest: The other parameters, by name.
-      names: The mapping's keys, in the order of its leaves.
-      structure: The structure of all parameters.
       in_layers: For each parameter, true if it belongs to the layers.
     """
 
     key: str
     layers: PyTree
     rest: dict[Hashable, PyTree]
-    names: tuple[Hashable, ...]
     structure: PyTreeDef
     in_layers: tuple[bool, ...]
 
@@ -69,22 +65,43 @@ class Partition:
                 f" parameters stacked on a leading axis under the key {key!r}."
                 " layerwise_step(..., layers=...) takes another key."
             )
-        names = tuple(children)
         in_layers = tuple(
-            name == key for name in names for _ in jax.tree.leaves(children[name])
+            name == key for name, x in children.items() for _ in jax.tree.leaves(x)
         )
         layers = children.pop(key)
         structure = jax.tree.structure(params)
-        return cls(key, layers, children, names, structure, in_layers)
+        return cls(key, layers, children, structure, in_layers)
+
+    @classmethod
+    def of_frozen(cls, frozen: PyTree, key: str, length: int) -> "Partition":
+        """Partitions parameters that are not trained; layers may have none.
+
+        Raises:
+          TypeError: If they are no mapping of arrays.
+          ValueError: If the number of layers differs.
+        """
+        children = by_name(frozen)
+        if children is None:
+            raise TypeError(
+                f"frozen is of type {type(frozen).__name__}: pass a dict or another"
+                " mapping that JAX knows as a pytree, with what is frozen of the layers"
+                f" stacked on a leading axis under the key {key!r}."
+            )
+        layers, name = children.setdefault(key, None), f"frozen[{key!r}]"
+        check_arrays(name, layers)
+        for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
+            if x.shape[:1] != (length,):
+                raise ValueError(
+                    f"{name}{keystr(path)} has shape {x.shape}, and params[{key!r}] has"
+                    f" {length} layers: stack what is frozen of them on a leading axis"
+                    f" of {length}. What all layers share goes into frozen beside"
+                    f" {key!r}, and to the layers as the prologue's context."
+                )
+        return cls.create(children, key)
 
     def others(self, rest: Mapping[Hashable, PyTree[Array]]) -> list[Array]:
         """Flattens a tree like `rest`, in the order of all parameters."""
-        return [
-            x
-            for name in self.names
-            if name != self.key
-            for x in jax.tree.leaves(rest[name])
-        ]
+        return [x for name in self.rest for x in jax.tree.leaves(rest[name])]
 
     def combine(self, layers: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Merges the layers' and the other values, in the order of all parameters."""
@@ -212,3 +229,9 @@ def zeros(
     ):
         return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
     return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)
+
+
+def widest(*trees: PyTree[ArrayOrShape]) -> np.dtype:
+    """The widest real dtype of any leaf: float32, or float64."""
+    dtypes = [jax.typeof(x).dtype for x in jax.tree.leaves(trees)]
+    return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype

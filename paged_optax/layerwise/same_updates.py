@@ -123,12 +123,7 @@ def _signatures(
 ) -> Signatures:
     """Traces an update of an own tree, without paging.
 
-    Args:
-      tx: The transformation.
-      tree: The own tree.
-      numbers: Numbers of the computations that all leaves share, in all traces.
-      gradients: The gradients.
-      params: The parameters.
+    Shared computations of all traces are numbered in `numbers`.
 
     Raises:
       ValueError: If the update of a leaf depends on another leaf's gradient.
@@ -260,10 +255,7 @@ class SameUpdates:
     ) -> None:
         """Raises if a part of a parameter's rows cannot be updated alone.
 
-        Args:
-          tree: The own tree.
-          layered: The parameters, of which a part is updated with each layer.
-          numbers: The parameters that are updated in parts.
+        A part of each parameter in `numbers` is updated with each layer.
 
         Raises:
           ValueError: If a parameter's update is not element by element, or if it

@@ -1,15 +1,18 @@
-"""Splits a computation into segments that transfers overlap.
+"""Groups of a layer's leaves, updated while their neighbours travel.
 
-XLA starts a transfer when its operand is ready, and waits for it where its result is
-used. Optimization barriers bind the transfers of a segment to its start and its end: a
-barrier has the values computed so far, and the transferred arrays. A layer's leaves are
-in as many groups as there are segments.
+A layer's leaves are in groups. Another layer's computation, its backward or its forward
+pass, runs in as many segments. During each segment the new moments of one group travel
+to the host, and the next group's travel to the device. No stack is then read and
+written at the same time, which would make XLA copy it. Between two segments a group is
+updated.
 """
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -20,11 +23,212 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation
+from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.engine.paged_array import Stored
+from paged_optax.engine.shards import Shards
+from paged_optax.layerwise.layer_optimizer import LayerLeaves, LayerOptimizer
+from paged_optax.layerwise.layered_state import group_leaves
+from paged_optax.layerwise.slices import (
+    LayerIndex,
+    read_moment,
+    write_moment,
+    write_slice,
+)
+from paged_optax.layerwise.weights import Prefetched, Vectors, Weights
+
+Values = TypeVar("Values", bound=PyTree)
+
 
 #: `between(k, computed)` is called after segment k, and returns the computed values.
 Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
 
-Result = TypeVar("Result", bound=PyTree[Array])
+
+def after_all(values: Values) -> Values:
+    """Orders all uses of these values after all of them."""
+    return lax.optimization_barrier(values)
+
+
+class GroupInputs(NamedTuple):
+    """Host arrays that a group's update fetches.
+
+    Attributes:
+      moments: The group's moments.
+      gradients: Its gradients, if they are on the host.
+      weights: Its parameters that are fetched for the update, by position.
+    """
+
+    moments: list[Stored]
+    gradients: list[Array]
+    weights: dict[int, Array]
+
+
+class InFlight(NamedTuple):
+    """Buffers in flight between host and device.
+
+    Attributes:
+      stacks: The parameters of the layers, and the chunked parameters.
+      inputs: The inputs of the next group's update; None after the last group.
+      weights: The parameters of the layer that is computed next.
+    """
+
+    slots: list[Stored]
+    stacks: list[Array]
+    inputs: GroupInputs | None
+    weights: Prefetched
+
+
+#: `update(k, state, values)` updates group k before other computations use `values`.
+UpdateGroup = Callable[[int, InFlight, Values], tuple[InFlight, Values]]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupTransfers:
+    """Updates groups of leaves, and orders their transfers.
+
+    Attributes:
+      fetches_weights: If true, trained `InFlight.weights` come from the host. In a
+        forward pass they are the parameters that were just updated.
+    """
+
+    optimizer: LayerOptimizer
+    weights: Weights
+    fetches_weights: bool
+
+    @functools.cached_property
+    def shards(self) -> list[Shards | None]:
+        """The division of each of the layers' parameters, and of the chunked ones."""
+        trained = self.weights.shards[: len(self.weights.stacks)]
+        return [*trained, *[None] * len(self.optimizer.layered.chunked)]
+
+    @functools.cached_property
+    def portions(self) -> list[dict[int, Array]]:
+        """Frozen stacks in host memory, in as many portions as there are groups."""
+        first = len(self.weights.stacks)
+        frozen = enumerate(self.weights.frozen, first)
+        offloaded = {n: x for n, x in frozen if on_host(x)}
+        travel = {n: nbytes(x) for n, x in offloaded.items()}
+        groups = group_leaves(travel, maximum=len(self.optimizer.groups))
+        groups = [{n: offloaded[n] for n in group.positions} for group in groups]
+        return groups + [{}] * (len(self.optimizer.groups) - len(groups))
+
+    @property
+    def moment_bytes(self) -> list[int]:
+        """The bytes of each group's moments in host memory."""
+        slots = self.optimizer.layered.slots
+        return [
+            sum(nbytes(x) for n in group.slot_positions if on_host(x := slots[n]))
+            for group in self.optimizer.groups
+        ]
+
+    def fetch_frozen(self, k: int, i: LayerIndex) -> Prefetched:
+        """Begins to fetch portion k of the frozen parameters of layer i."""
+        return {n: self.weights.read(n, x, i) for n, x in self.portions[k].items()}
+
+    def fetch_moments(
+        self, slots: Sequence[Stored], k: int, i: LayerIndex
+    ) -> list[Stored]:
+        """Begins to fetch group k's moments of layer i."""
+        shards = self.optimizer.layered.slot_shards
+        return [
+            read_moment(slots[n], i, self.optimizer.layered.length, shards[n])
+            for n in self.optimizer.groups[k].slot_positions
+        ]
+
+    def read(
+        self, state: InFlight, i: LayerIndex, vectors: Vectors
+    ) -> tuple[InFlight, list[Array]]:
+        """Reads layer i before the next layer's parameters are written."""
+        count = len(self.weights.stacks)
+        layers = state.stacks[:count]
+        slices = self.weights.slices(layers, i, state.weights, vectors)
+        read = {n: x for n, x in enumerate(layers) if n not in state.weights}
+        # XLA would copy a stack that is written before it is read.
+        slices[:count], read = after_all((slices[:count], read))
+        stacks = [read.get(n, x) for n, x in enumerate(state.stacks)]
+        trained = {n: x for n, x in state.weights.items() if n < count}
+        return state._replace(stacks=stacks, weights=trained), slices
+
+    def overlapping(
+        self,
+        function: Callable[..., Values],
+        args: Sequence[PyTree[ArrayLike]],
+        state: InFlight,
+        update: UpdateGroup,
+        coming: Sequence[int],
+    ) -> tuple[InFlight, Values]:
+        """Calls a function in segments, and updates a group before each.
+
+        `coming` has the bytes of each group that travel to the device.
+        """
+
+        def between(k: int, computed: list[ArrayLike]) -> list[ArrayLike]:
+            nonlocal state
+            state, computed = self.wait(k, state, computed)
+            state, computed = update(k + 1, state, computed)
+            return computed
+
+        state, args = update(0, state, args)
+        portions = [nbytes(list(x.values())) for x in self.portions]
+        ends = ends_of(self.moment_bytes, coming, portions)
+        results = in_segments(function, args, ends, between)
+        return self.wait(-1, state, results)
+
+    def update_all(self, state: InFlight, update: UpdateGroup) -> InFlight:
+        """Updates all groups while nothing else is computed."""
+        for k in range(len(self.optimizer.groups)):
+            state, _ = update(k, state, ())
+            state, _ = self.wait(k, state, ())
+        return state
+
+    def update(
+        self,
+        k: int,
+        state: InFlight,
+        weights: LayerLeaves,
+        gradients: LayerLeaves,
+        i: LayerIndex,
+        computed: Values,
+    ) -> tuple[InFlight, list[Array], Values]:
+        """Updates group k of layer i, and begins to write it back.
+
+        Returns:
+          The transfers, the group's parameters, and `computed`.
+        """
+        assert state.inputs is not None  # every turn fetches for the next update
+        group, moments = self.optimizer.groups[k], state.inputs.moments
+        new = self.optimizer.update_group(group, moments, weights, gradients, i)
+        # The other computation continues after the update, during the transfers.
+        (moments, leaves), computed = after_all((new, computed))
+        slots, stacks = list(state.slots), list(state.stacks)
+        for n, moment in zip(group.slot_positions, moments, strict=True):
+            shards = self.optimizer.layered.slot_shards[n]
+            slots[n] = write_moment(
+                slots[n], moment, i, self.optimizer.layered.length, shards
+            )
+        for n, leaf in zip(group.positions, leaves, strict=True):
+            stacks[n] = write_slice(stacks[n], leaf, i, shards=self.shards[n])
+        return state._replace(slots=slots, stacks=stacks), leaves, computed
+
+    def wait(
+        self, k: int, state: InFlight, computed: Values
+    ) -> tuple[InFlight, Values]:
+        """Waits for segment k, and for the transfers during it."""
+        groups = (
+            self.optimizer.groups[k],
+            self.optimizer.groups[(k + 1) % len(self.optimizer.groups)],
+        )
+        # The barrier has the buffers of these transfers alone. Others may move.
+        slots = {n: state.slots[n] for group in groups for n in group.slot_positions}
+        positions = [n for group in groups for n in group.positions]
+        stacks = {n: x for n in positions if on_host(x := state.stacks[n])}
+        first = 0 if self.fetches_weights else len(self.weights.stacks)
+        weights = {n: x for n, x in state.weights.items() if n >= first}
+        moving = slots, stacks, state.inputs, weights
+        (slots, stacks, inputs, weights), computed = after_all((moving, computed))
+        replace = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
+        slots, stacks = replace(state.slots, slots), replace(state.stacks, stacks)
+        return InFlight(slots, stacks, inputs, state.weights | weights), computed
+
 
 # Multiplications of an H200 in the time in which it writes one entry to its memory.
 _AN_ENTRY = 300
@@ -38,18 +242,15 @@ _SAME = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
 
 
 def in_segments(
-    function: Callable[..., Result],
+    function: Callable[..., Values],
     args: Sequence[PyTree[ArrayLike]],
     ends: Sequence[float],
     between: Between,
-) -> Result:
+) -> Values:
     """Calls a function in segments.
 
-    Args:
-      function: The function.
-      args: Its arguments.
-      ends: The end of each segment except the last, as a part of the work.
-      between: Is called at these ends.
+    Each segment except the last ends at a part of the work, in `ends`, where `between`
+    is called.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     flat = Flat(closed, checkpoints=False)
@@ -128,58 +329,6 @@ def _operations(eqn: core.JaxprEqn) -> float:
     return (length if isinstance(length, int) else 1) * inner + _AN_ENTRY * entries
 
 
-# More groups hold fewer bytes on the device. With four, a group is about one large
-# matrix of a transformer's layer.
-_GROUPS = 4
-
-
-class Group(NamedTuple):
-    """Leaves of a layer with a common update.
-
-    Attributes:
-      positions: Their positions among the layer's leaves.
-      slot_positions: The positions of their moments among the state's stacks.
-    """
-
-    positions: tuple[int, ...]
-    slot_positions: tuple[int, ...]
-
-
-def grouped(
-    travel: Mapping[int, int],
-    param_indices: Sequence[int] = (),
-    maximum: int | None = None,
-) -> list[Group]:
-    """Divides a layer's leaves into groups of about equal travel.
-
-    Args:
-      travel: The bytes of each leaf that travel, by its position.
-      param_indices: For each of the state's stacks, the position of its leaf.
-      maximum: The largest number of groups; None uses the default.
-
-    Returns:
-      The groups.
-    """
-    count = min(maximum or _GROUPS, sum(map(bool, travel.values())))
-    groups: list[list[int]] = [[] for _ in range(max(1, count))]
-    sizes = [0] * len(groups)
-    for size, index in sorted(((x, n) for n, x in travel.items()), reverse=True):
-        minimum = sizes.index(min(sizes))
-        groups[minimum].append(index)
-        sizes[minimum] += size
-    # The smallest comes first. It is fetched during the last segment, where XLA:GPU
-    # starts transfers late (jax 0.12.0.1).
-    return [
-        Group(
-            tuple(sorted(group)),
-            tuple(
-                n for n, param_index in enumerate(param_indices) if param_index in group
-            ),
-        )
-        for _, group in sorted(zip(sizes, groups, strict=True))
-    ]
-
-
 def ends_of(
     leaving: Sequence[int], coming: Sequence[int], shares: Sequence[int]
 ) -> list[float]:
@@ -187,13 +336,9 @@ def ends_of(
 
     During segment k group k is written back, and group k + 1 and portion k are fetched.
 
-    Args:
-      leaving: The bytes of each group that travel to the host.
-      coming: The bytes of each group that travel to the device.
-      shares: The bytes of each frozen portion.
-
-    Returns:
-      The ends. Segments have equal lengths if none of these arrays travels.
+    The bytes of each group that travel to the host are `leaving`, those to the device
+    `coming`, and the bytes of each frozen portion `shares`. Segments have equal lengths
+    if nothing travels.
     """
     after = map(sum, zip([*coming[1:], *coming[:1]], shares, strict=True))
     done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))

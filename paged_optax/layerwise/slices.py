@@ -62,12 +62,7 @@ def write_slice(
 ) -> Array:
     """Replaces part i of the leading axis.
 
-    Args:
-      x: The array.
-      new: The new part.
-      i: The part.
-      parts: The number of parts; None for weights, which travel during products.
-      shards: The division of the array, if it is known.
+    `parts` is None for weights, which travel during products; see `read_slice`.
     """
     return _page(x, i, new.shape[0], parts, shards).write(x, new)
 

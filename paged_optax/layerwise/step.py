@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import check_rate, check_transformation
-from paged_optax.layerwise.clipping import Clipping, Guard, widest
+from paged_optax.layerwise.clipping import Clipping
 from paged_optax.layerwise.dependencies import chunked_leaves, learned
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
 from paged_optax.layerwise.host_updates import (
@@ -27,7 +27,7 @@ from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.loss import LayerwiseOutput
 from paged_optax.layerwise.overlap import can_overlap
-from paged_optax.layerwise.parameters import Partition, from_numpy
+from paged_optax.layerwise.parameters import Partition, from_numpy, widest
 from paged_optax.layerwise.step_arguments import (
     Answer,
     ask,
@@ -41,8 +41,8 @@ from paged_optax.layerwise.step_arguments import (
     warn_of_moved,
 )
 from paged_optax.layerwise.tree_update import TreeUpdate
-from paged_optax.layerwise.updates import TracedStep, update_at_once
-from paged_optax.layerwise.weights import Frozen, Weights
+from paged_optax.layerwise.updates import Guard, TracedStep, update_at_once
+from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 # XLA:TPU copies whole host stacks that are updated during other layers' gradients
@@ -166,8 +166,7 @@ def layerwise_step(
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
-    tree, tx = model.layer_tree, model.on_stacks(tx)
-    saves = not recompute
+    tree, saves = model.layer_tree, not recompute
     return LayerwiseStep(
         model, tx, max_norm, clip, accumulate, activations_on_host, saves, layers, tree
     )
@@ -373,7 +372,7 @@ class LayerwiseStep:
         enabled = True if workspace.pending is None else workspace.pending.waits
         optimizer = LayerOptimizer(update, enabled)
         if frozen is not None:
-            frozen = Frozen.create(frozen, self._layers, layered.length)
+            frozen = Partition.of_frozen(frozen, self._layers, layered.length)
         model = self._model.functions(partition, frozen, self._activations_on_host)
         return TracedStep(
             model, partition, optimizer, clipping, guard, self._accumulate

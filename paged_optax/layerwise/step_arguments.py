@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
-from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    nbytes,
+    on_host,
+    typed_by_memory,
+)
 from paged_optax.backend.processes import Values, compare, spans_processes
 from paged_optax.backend.text import (
     dtype_and_shape,
@@ -27,7 +33,6 @@ from paged_optax.layerwise.layer_tree import LayerTree, is_stored, stacked_shape
 from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.same_updates import tree_shapes
 from paged_optax.layerwise.slices import is_sliced
-from paged_optax.layerwise.tree_update import one_layer
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.transform.context import (
     TYPES,
@@ -45,7 +50,6 @@ class Answer(NamedTuple):
     """State of a paged transformation inside `tx`.
 
     Attributes:
-      pager: The transformation.
       moved: Its warning about moments in the wrong memory, or an empty text.
       said: The settings that must be equal in all processes.
     """
@@ -71,19 +75,29 @@ def ask(
         return pending.gradients, pending.state
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
-        # On explicit axes an encoded moment has its parameter's sharding, which is not
-        # in the traced shapes.
-        places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
-        places = places if tree is None else [None] * len(jax.tree.leaves(shapes))
-        with known_shardings(jax.tree.leaves(shapes), places):
+        leaves = jax.tree.leaves(shapes)
+        places: list[Sharding | None] = [None] * len(leaves)
+        if tree is None or not tree.length:
+            # On explicit axes an encoded moment has its parameter's sharding, which is
+            # not in the traced shapes.
+            stacks = params if tree is None else tree.unstack(params, list)
+            places = [jax.typeof(x).sharding for x in jax.tree.leaves(stacks)]
+        with known_shardings(leaves, places):
             return tx.update(updates, state, shapes)
+
+    def layer_types(stack: Array) -> list[jax.ShapeDtypeStruct]:
+        place = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED_HOST)
+        sharding = typed_by_memory(place) if on_host(stack) else None
+        dtype = jax.typeof(stack).dtype
+        layer = jax.ShapeDtypeStruct(stack.shape[1:], dtype, sharding=sharding)
+        return [layer] * stack.shape[0]
 
     # A transformation that is not paged may fail here, with a state on the host, though
     # a layer's update does not. Real errors are raised again in the step.
     with contextlib.suppress(Exception), within(visitor=Visitor(update=answer)):
         plain = jax.tree.map(shape_dtype, params)
         if tree is not None:
-            plain, state = one_layer(tree, plain), one_layer(tree, state)
+            plain, state = (tree.unstack(x, layer_types) for x in (plain, state))
         jax.eval_shape(update, plain, state, plain)
     return answers
 
@@ -204,11 +218,12 @@ def check_same_state(
     """Raises if a state and a new state differ in names, or the stacks in types."""
     if fresh is None:
         return
+    unstacked = fresh
     if tree is not None:
         fresh = tree.stack(fresh, stacked_shape)
     # Encoded moments have other shapes if they are divided on explicit axes.
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
-    typed = tree is not None and not divided
+    typed = tree is not None and tree.length and not divided
 
     def leaves_by_name(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
         flat, _ = jax.tree_util.tree_flatten_with_path(
@@ -224,6 +239,11 @@ def check_same_state(
     if odd:
         names = ", state".join(keystr(every[x][0]) for x in odd[:3])
         init = "tx.init made for these parameters"
+        if tree is not None and leaves.keys() == leaves_by_name(unstacked).keys():
+            raise ValueError(
+                "state is the state of an ordinary step, and params are stacked: pass"
+                " model.stack_state(state), or model.init(tx, params)."
+            )
         if tree is not None:
             init = "model.init(tx, params) makes"
         raise ValueError(

@@ -54,17 +54,13 @@ class BackwardPass:
     """The layers after their forward pass, ready for the backward pass.
 
     Attributes:
-      model: The model.
       weights: The layers' parameters before the forward pass.
-      rest: The other parameters.
       batch: The micro-batch, or all micro-batches.
       several: If true, `batch` stacks several micro-batches.
       dtypes: The dtypes of the layers' gradients.
       stacks: The layers' parameters after the forward pass.
       inputs: The inputs of all layers, stacked.
-      context: The prologue's context.
       learned: The leaves of `inputs` and `context` that have gradients.
-      epilogue: The loss, and its gradients by the epilogue's arguments.
     """
 
     model: ModelFunctions

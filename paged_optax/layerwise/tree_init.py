@@ -102,9 +102,6 @@ class _LayerInit:
     leaves, whose moments then take no memory.
 
     Attributes:
-      tx: The transformation.
-      tree: The loss's own tree.
-      params: The stacked parameters.
       sizes: True if the other leaves have their sizes, because the state depends on
         them. XLA removes the moments that are not returned.
     """

@@ -7,19 +7,17 @@ labels, norms and factors are then the same as Optax's on that tree.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
-from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import (
@@ -29,25 +27,20 @@ from paged_optax.layerwise.layer_tree import (
     tree_leaves,
 )
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.same_updates import SameUpdates, tree_shapes
+from paged_optax.layerwise.same_updates import SameUpdates
 from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.layerwise.weights import on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import (
-    UNPAGED,
-    current,
     known_shardings,
     within,
 )
 
-#: Leaves by the numbers of the stacked tree. Zeros replace None, and are not updated.
-Leaves = Sequence[Stored | None]
+#: Leaves by their numbers in the stacked tree. Zeros stand for absent leaves.
+Leaves = Mapping[int, Stored]
 
-Value = TypeVar("Value")
-
-#: New parameters, and new leaves of the state. Callers read only the leaves that they
-#: passed.
-Updated = tuple[list[Any], list[Any]]
+#: New parameters, and new leaves of the state.
+Updated = tuple[dict[int, Any], dict[int, Any]]
 
 #: Applies updates to parameters.
 Add = Callable[[PyTree, PyTree], PyTree]
@@ -58,13 +51,11 @@ class TreeUpdate:
     """Updates one layer, or the parameters outside the layers.
 
     Attributes:
-      tx: The transformation.
       tree: The loss's own tree.
       layered: The parameters and the state, stacked.
       state_structure: The structure of the own state.
       state_members: For each leaf of the stacked state, its leaves in the own state.
       same: The kinds of layers.
-      plain: True if the stacks are the own tree, and no moment is encoded.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -73,7 +64,6 @@ class TreeUpdate:
     state_structure: PyTreeDef
     state_members: Sequence[Members]
     same: SameUpdates
-    plain: bool = False
 
     @classmethod
     def create(
@@ -92,25 +82,18 @@ class TreeUpdate:
           ValueError: If `tx` mixes parameters, or several elements of a stack.
         """
         tx = optax.with_extra_args_support(tx)
-        if tree is not None:
-            same = SameUpdates.create(tx, tree, layered)
+        if tree is None:
+            tree = LayerTree.of_stacks(layered.partition.structure)
+            structure, members = layered.state_structure, range(len(layered.state))
+        else:
             structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
             members = tree.get_members(structure)
-            return cls(tx, tree, layered, structure, members, same)
-        tree = LayerTree.of_stacks(layered.partition.structure)
         same = SameUpdates.create(tx, tree, layered)
-        sliced = [n for n, flag in enumerate(layered.sliced) if flag]
-        same.check_complete(tree, layered, sliced)
-        layered.check_same_stacks()
-        members, structure = range(len(layered.state)), layered.state_structure
-        described = lambda leaves: [
-            str(jax.tree.map(dtype_and_shape, x)) for x in leaves
-        ]
-        with within(plain=True):
-            shapes = tree_shapes(tree, layered.params)
-            state = jax.eval_shape(lambda x: tx.init(x), shapes)
-        plain = described(jax.tree.leaves(state)) == described(layered.state)
-        return cls(tx, tree, layered, structure, members, same, plain)
+        if not tree.length:
+            sliced = [n for n, flag in enumerate(layered.sliced) if flag]
+            same.check_complete(tree, layered, sliced)
+            layered.check_same_stacks()
+        return cls(tx, tree, layered, structure, members, same)
 
     @functools.cached_property
     def by_kind(self) -> list[list[int]]:
@@ -129,14 +112,8 @@ class TreeUpdate:
     ) -> Updated:
         """Updates layer i.
 
-        Args:
-          i: The layer.
-          updates: The gradients, with a leading axis of 1.
-          state: The leaves of the state, with a leading axis of 1; and counts.
-          params: The parameters, with a leading axis of 1.
-
-        Returns:
-          The parameters, and the leaves of the state.
+        All arrays have a leading axis of 1, except counts. Returns the parameters and
+        the leaves of the state.
         """
         runs = [functools.partial(self._updated, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:
@@ -153,43 +130,49 @@ class TreeUpdate:
     ) -> Updated:
         """Updates parameters outside the layers, and whole stacks of small leaves."""
         members, _ = self.tree.stacked
-        apart = lambda stacks: (
-            only(updates, members, stacks),
-            only(state, self.state_members, stacks),
-            only(params, members, stacks),
+        subset = lambda leaves, members, stacks: {
+            n: x
+            for n, x in leaves.items()
+            if isinstance(members[n], LayerNumbers) == stacks
+        }
+        others, small = (
+            (
+                subset(updates, members, stacks),
+                subset(state, self.state_members, stacks),
+                subset(params, members, stacks),
+            )
+            for stacks in (False, True)
         )
-        new_params, new_state = self._updated(None, None, *apart(False), add=add)
-        if all(x is None for x in apart(True)[2]):
+        new_params, new_state = self._updated(None, None, *others, add=add)
+        if not small[2]:
             return new_params, new_state
-        of_stacks = [self._of_kind(layers, *apart(True)) for layers in self.by_kind]
+        of_stacks = [self._of_kind(layers, *small) for layers in self.by_kind]
         order = np.argsort(np.concatenate(self.by_kind))
         merged = of_stacks[0]
         if len(of_stacks) > 1:
             join = lambda *xs: jnp.concatenate(xs)[order]
             merged = jax.tree.map(join, *of_stacks)
-        return _merged(new_params, merged[0]), _merged(new_state, merged[1])
+        return new_params | merged[0], new_state | merged[1]
 
     def _of_kind(
         self, layers: Sequence[int], updates: Leaves, state: Leaves, params: Leaves
     ) -> Updated:
         """Updates all layers of one kind with `jax.vmap`."""
         numbers = np.asarray(layers, np.int32)
-        param_indices = zip(self.layered.state, self.layered.param_indices, strict=True)
+        items = zip(self.layered.state, self.layered.param_indices, strict=True)
         # Counts, rates and coefficients, which belong to no parameter.
-        shared = [
-            x if param_index is None else None for x, param_index in param_indices
-        ]
+        shared = {k: x for k, (x, n) in enumerate(items) if n is None}
         shared = jax.tree.map(on_device, shared)
-        trees = list(updates), list(state), list(params)
+        trees = updates, state, params
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)
         run = functools.partial(self._updated, layers[0])
 
         def one(i: Array, trees: PyTree) -> PyTree:
             updates, state, params = jax.tree.map(lambda x: x[None], trees)
-            new_params, new_state = run(i, updates, _merged(state, shared), params)
+            new_params, new_state = run(i, updates, shared | state, params)
             # The updates of shared leaves are not used.
-            new = new_params, only(new_state, self.state_members, True)
+            new = new_params, {k: new_state[k] for k in state}
             return jax.tree.map(lambda x: x[0], new)
 
         return jax.vmap(one)(jnp.asarray(numbers), trees)
@@ -216,61 +199,38 @@ class TreeUpdate:
             ),
             structure.unflatten(tree_params),
         )
-        # A slice of plain moments is updated whole, and not in pages.
-        visitor = UNPAGED if self.plain and i is not None else current().visitor
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         # A slice is divided as its stack is, which its type does not have.
         places: list[NamedSharding | None] = [None] * len(tree_params)
-        for m, x, shards in zip(members, params, layered.moment_shards, strict=True):
-            if x is not None and i is not None and shards is not None:
+        for n in params:
+            m, shards = members[n], layered.moment_shards[n]
+            if i is not None and shards is not None:
                 spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])
                 places[in_place(m)] = NamedSharding(shards.mesh, spec)
-        with (
-            within(layer=i, visitor=visitor),
-            known_shardings(tree_params, places),
-        ):
+        with within(layer=i), known_shardings(tree_params, places):
             changes, new_state = self.tx.update(*args)
         tree_changes = structure.flatten_up_to(changes)
         if self.same.pruned:
             new_leaves = self.state_structure.flatten_up_to(new_state)
         else:  # a state may come in containers that `tx` does not return
             new_leaves = jax.tree.leaves(new_state, is_leaf=is_quantized)
-        of_state = lambda m, x: (
-            # A layer of this kind has no such moment.
-            x if in_place(m) < 0 else as_stack(m, new_leaves[in_place(m)])
-        )
         as_stack = lambda m, x: (
             x if isinstance(m, int) else jax.tree.map(lambda x: x[None], x)
         )
 
-        def new_param(m: Members, x: Stored | None) -> Array | None:
-            if x is None:
-                return None
+        def new_param(m: Members) -> Array:
             old, change = tree_params[in_place(m)], tree_changes[in_place(m)]
             return as_stack(m, add([old], [change])[0])
 
+        def new_moment(m: Members, old: Stored) -> Stored:
+            if in_place(m) < 0:
+                return old  # a layer of this kind has no such moment
+            return as_stack(m, new_leaves[in_place(m)])
+
         return (
-            [new_param(m, x) for m, x in zip(members, params, strict=True)],
-            [
-                None if x is None else of_state(m, x)
-                for m, x in zip(self.state_members, state, strict=True)
-            ],
+            {n: new_param(members[n]) for n in params},
+            {k: new_moment(self.state_members[k], x) for k, x in state.items()},
         )
-
-
-def only(
-    leaves: Leaves, members: Sequence[Members], stacks: bool
-) -> list[Stored | None]:
-    """The leaves that are stacks of layers, or the others."""
-    pairs = zip(leaves, members, strict=True)
-    return [x if isinstance(m, LayerNumbers) == stacks else None for x, m in pairs]
-
-
-def _merged(
-    leaves: Sequence[Value | None], remaining: Sequence[Value | None]
-) -> list[Value | None]:
-    pairs = zip(leaves, remaining, strict=True)
-    return [y if x is None else x for x, y in pairs]
 
 
 def _placed(
@@ -293,21 +253,6 @@ def _placed(
         there = x is not None and place is not None and member[place] >= 0
         return jax.tree.map(lambda x: x[0], x) if there else empty, empty
 
-    entries = list(map(entry, members, leaves, like))
+    pairs = enumerate(zip(members, like, strict=True))
+    entries = [entry(member, leaves.get(n), old) for n, (member, old) in pairs]
     return tree_leaves(members, entries, lambda pair, i: pair[i != place])
-
-
-def one_layer(tree: LayerTree, stacked: PyTree) -> PyTree:
-    """The own tree of stacks whose layers are all like the first; types alone."""
-
-    def apart(stack: Array) -> list[jax.ShapeDtypeStruct]:
-        kind = jax.typeof(stack)
-        layer = jax.ShapeDtypeStruct(kind.shape[1:], kind.dtype)
-        if on_host(stack):
-            place = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED_HOST)
-            layer = jax.ShapeDtypeStruct(
-                layer.shape, layer.dtype, sharding=typed_by_memory(place)
-            )
-        return [layer] * tree.length
-
-    return tree.unstack(stacked, apart)

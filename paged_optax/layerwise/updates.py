@@ -4,25 +4,95 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import optax
 from jax import Array, lax
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.clipping import Clipping, GradientStats, Guard
+from paged_optax.layerwise.clipping import (
+    Clipping,
+    GradientStats,
+    WorkspaceCarry,
+    WorkspaceSink,
+    gradient_dtypes,
+)
 from paged_optax.layerwise.forward import ModelFunctions, PrologueGradients, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
-from paged_optax.layerwise.overlap import backward_overlapped
+from paged_optax.layerwise.overlap import BackwardOverlap
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.sinks import WorkspaceCarry, WorkspaceSink, gradient_dtypes
 from paged_optax.layerwise.slices import LayerIndex, is_sliced
 from paged_optax.layerwise.step_arguments import known_shards
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import Weights, host_like, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
+from paged_optax.step_skipping import IfFinite, wrapper_of
+from paged_optax.transform.context import Gate
 
 #: The new parameters, state and workspace, and the metrics.
 StepResult = tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Skips a step whose gradients are not finite, for `apply_if_finite`.
+
+    The wrapper needs all gradients, and one layer's gradients exist at a time. The step
+    tests them instead, and Optax's own code counts the errors.
+
+    Attributes:
+      tx: The transformation without the wrapper.
+      outer: The wrapper's state, or None.
+      wrapper: The wrapper, or None.
+    """
+
+    tx: optax.GradientTransformation
+    state: PyTree
+    outer: PyTree = None
+    wrapper: IfFinite | None = None
+
+    @classmethod
+    def create(cls, tx: optax.GradientTransformation, state: PyTree) -> "Guard":
+        """Removes the wrapper from a transformation and its state.
+
+        Raises:
+          ValueError: If the state is not the wrapper's.
+        """
+        wrapper = wrapper_of(tx)
+        if wrapper is None:
+            return cls(tx, state)
+        return cls(wrapper.inner, wrapper.inside(state), state, wrapper)
+
+    def inside(self, state: PyTree) -> PyTree:
+        """The inner state of a state of the wrapper."""
+        return state if self.wrapper is None else self.wrapper.inside(state)
+
+    def check_known(self, known: bool) -> None:
+        """Raises if layers are updated before all gradients exist."""
+        if self.wrapper is not None and not known:
+            raise ValueError(
+                "tx is an apply_if_finite, whose `reduce_and` combines all gradients,"
+                " and here each layer is updated before the next one's are there. They"
+                " are all known first with a workspace of"
+                " GradientWorkspace.allocate(..., host_dtype='float32');"
+                " or with max_norm= (and clip='global'), at the price of a second"
+                " backward pass."
+            )
+
+    def passes(self, measure: GradientStats) -> Gate:
+        """True if the update happens."""
+        return True if self.wrapper is None else self._decided(measure)[0]
+
+    def around(self, state: PyTree, measure: GradientStats | None) -> PyTree:
+        """Builds the wrapper's state."""
+        if self.wrapper is None:
+            return state
+        outer = self.outer if measure is None else self._decided(measure)[1]
+        return outer._replace(inner_state=state)
+
+    def _decided(self, measure: GradientStats) -> tuple[Bool[Array, ""], PyTree]:
+        assert self.wrapper is not None and measure.finite is not None
+        return self.wrapper.decided(measure.finite, self.outer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +100,6 @@ class TracedStep:
     """The parts of a step that do not depend on when layers are updated.
 
     Attributes:
-      model: The model's functions.
-      partition: The parameters.
-      optimizer: Updates layers.
-      clipping: How gradients are measured and clipped.
       guard: An `apply_if_finite` around the transformation.
       accumulate: If true, a batch has several micro-batches.
       overlaps: If true, a layer is updated while another one is computed.
@@ -107,8 +173,10 @@ def update_at_once(
     sink = WorkspaceSink(clipping, norm, chunked, weights.length)
     small = layered.small_gradients(workspace.gradients)
     start = WorkspaceCarry(clipping.zero, layered.slots, workspace, small)
-    run = backward_overlapped if step.overlaps else _backward_in_turn
-    carry, stacks, back = run(optimizer, layers, sink, start)
+    if step.overlaps:
+        carry, stacks, back = BackwardOverlap(optimizer, layers, sink).run(start)
+    else:
+        carry, stacks, back = _backward_in_turn(optimizer, layers, sink, start)
     limit = norm
     if limit is None:
         by_rest = layers.rest_gradients(back)

@@ -5,9 +5,8 @@ parameters outside the layers and free them. Their gradients stay on the host du
 backward pass. Nothing writes frozen parameters: loops close over their stacks.
 """
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -18,12 +17,10 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.backend.text import keystr
 from paged_optax.backend.types import on_one_device
-from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.transfers import to_device, to_host
-from paged_optax.layerwise.parameters import by_name, stack_length
+from paged_optax.layerwise.parameters import stack_length
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 
 #: Prefetched slices of the next layer, by the positions of their stacks.
@@ -88,47 +85,6 @@ def add_in_place(x: Array, update: Array) -> Array:
     return lax.fori_loop(0, parts, body, update)
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    """Parameters that are not trained.
-
-    Attributes:
-      layers: The frozen parameters of the layers, stacked, or None.
-      rest: The other frozen parameters, by name.
-    """
-
-    layers: PyTree[Array]
-    rest: Mapping[Hashable, PyTree[Array]]
-
-    @classmethod
-    def create(cls, frozen: PyTree, key: str, length: int) -> "Frozen":
-        """Partitions frozen parameters.
-
-        Raises:
-          TypeError: If they are no mapping of arrays.
-          ValueError: If the number of layers differs.
-        """
-        rest = by_name(frozen)
-        if rest is None:
-            raise TypeError(
-                f"frozen is of type {type(frozen).__name__}: pass a dict or another"
-                " mapping that JAX knows as a pytree, with what is frozen of the layers"
-                f" stacked on a leading axis under the key {key!r}."
-            )
-        layers = rest.pop(key, None)
-        name = f"frozen[{key!r}]"
-        check_arrays(name, layers)
-        for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
-            if x.shape[:1] != (length,):
-                raise ValueError(
-                    f"{name}{keystr(path)} has shape {x.shape}, and params[{key!r}] has"
-                    f" {length} layers: stack what is frozen of them on a leading axis"
-                    f" of {length}. What all layers share goes into frozen beside"
-                    f" {key!r}, and to the layers as the prologue's context."
-                )
-        return cls(layers, rest)
-
-
 class Weights:
     """The layers' parameters, stacked. The trained ones precede the frozen ones.
 
@@ -136,7 +92,6 @@ class Weights:
       stacks: The trained stacks. Loops carry and write them.
       frozen: The frozen stacks. Loops close over them.
       structure: The structure of the trained parameters.
-      length: The number of layers.
       shards: The division of each stack over a mesh, or None.
     """
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ from paged_optax.backend.validation import (
     check_arrays,
     parameter_dtype,
 )
-from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.parameters import (
     Shaped,
     by_name,
     placed_shape,
     stack_length,
+    widest,
     zeros,
 )
 from paged_optax.layerwise.slices import is_sliced
@@ -195,16 +195,10 @@ class GradientWorkspace:
                 f"gradients of the shapes {shapes} are not those of one layer:"
                 f" {expected}."
             )
-        retained, structure = jax.tree.flatten(self.gradients)
-        written = [
+        add = lambda old, new, adds: (
             old + new.astype(old.dtype) if adds else new.astype(old.dtype)
-            for old, new, adds in zip(
-                retained, jax.tree.leaves(gradients), self.accumulates, strict=True
-            )
-        ]
-        return dataclasses.replace(
-            self, gradients=jax.tree.unflatten(structure, written)
         )
+        return self._changed(add, gradients)
 
     def zero_accumulators(self) -> "GradientWorkspace":
         """Sets the leaves that accumulate to zero.
@@ -214,14 +208,13 @@ class GradientWorkspace:
         Returns:
           The workspace.
         """
-        retained, structure = jax.tree.flatten(self.gradients)
-        zeroed = [
-            jnp.zeros_like(x) if adds else x
-            for x, adds in zip(retained, self.accumulates, strict=True)
-        ]
-        return dataclasses.replace(
-            self, gradients=jax.tree.unflatten(structure, zeroed)
-        )
+        return self._changed(lambda x, adds: jnp.zeros_like(x) if adds else x)
+
+    def _changed(self, change: Callable[..., Array], *trees: PyTree) -> Self:
+        structure = jax.tree.structure(self.gradients)
+        accumulates = structure.unflatten(self.accumulates)
+        new = jax.tree.map(change, self.gradients, *trees, accumulates)
+        return dataclasses.replace(self, gradients=new)
 
     def abstract(self, params: PyTree) -> "GradientWorkspace":
         """Returns shapes, dtypes and placements of this workspace.
@@ -296,11 +289,10 @@ def _check_same(field: str, allocated: PyTree, model: PyTree, hint: str) -> None
         for tree in (allocated, model)
     )
     for name in (*expected, *shapes):
-        shape, other = shapes.get(name), expected.get(name)
-        if shape != other:
+        if shapes.get(name) != expected.get(name):
             raise ValueError(
-                f"workspace{field}{name} is allocated for the shape {shape}, and the"
-                f" model has {other} there: {hint}"
+                f"workspace{field}{name} is allocated for the shape {shapes.get(name)},"
+                f" and the model has {expected.get(name)} there: {hint}"
             )
     if [*shapes] != [*expected]:
         raise ValueError(

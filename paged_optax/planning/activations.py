@@ -187,13 +187,12 @@ def get_sizes(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     )
     if heads is not None or len(shape) == 3:
         return sizes, ""
-    if not assumed:
-        return sizes, (
-            "No matrix of queries is known by its name, so that no attention scores are"
-            " counted: heads= states how many heads there are."
-        )
+    if assumed:
+        note = f"{assumed} heads of {_HEAD} values are assumed: heads= states another"
+        return sizes, f"{note} number."
     return sizes, (
-        f"{assumed} heads of {_HEAD} values are assumed: heads= states another number."
+        "No matrix of queries is known by its name, so that no attention scores are"
+        " counted: heads= states how many heads there are."
     )
 
 

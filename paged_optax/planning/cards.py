@@ -1,4 +1,4 @@
-"""Cards by name, and the seconds of a step on them."""
+"""Cards by name: their memory and rates."""
 
 import dataclasses
 import math
@@ -8,9 +8,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_optax.backend.validation import brief, check_rate
-
-#: Link rate if none is stated, in 10^9 bytes a second: PCI Express 4.
-DEFAULT_LINK = 25.0
 
 
 def machine_rate(name: str, value: int | float) -> float:
@@ -27,14 +24,16 @@ class Card:
     """Bytes of memory, GB/s of the link and TFLOP/s of dense products of a card."""
 
     memory: int
-    link: float  # in one direction
-    bidirectional: float  # both directions together
-    teraflops: float  # in bfloat16; in float16 if `bfloat16` is set
+    link: float = 25.0  # in one direction; PCI Express 4
+    bidirectional: float = 50.0  # both directions together
+    teraflops: float = math.nan  # in bfloat16; in float16 if `bfloat16` is set
     gpu: bool = True  # False: a TPU
     bfloat16: float | None = None  # of tensor cores that support float16 only
-    # Seconds of a page beyond its bytes, measured on an H200 and assumed of others.
-    latency: float = 22.5e-6
     unified_memory: bool = False  # device and host are one memory
+    # Shares of the TFLOP/s in training, at worst and at best. Large models on many
+    # GPUs: 40 to 57% (Korthikanti et al., "Reducing Activation Recomputation in Large
+    # Transformer Models", 2022; Touvron et al., "Llama", 2023); small models less.
+    efficiency: tuple[float, float] = 0.3, 0.6
 
     def products(self, dtype: DTypeLike) -> float:
         """The rate of products in a dtype, in 10^12 operations a second."""
@@ -152,53 +151,3 @@ def free_from(parameters: int, seconds: float, teraflops: float) -> int:
     backward pass with rematerialization, as in `layerwise_step`.
     """
     return math.ceil(seconds * teraflops * 1e12 / (6.0 * parameters))
-
-
-# Shares of a data sheet's TFLOP/s in training. Large models on many GPUs: 40 to 57%
-# (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-# 2022; Touvron et al., "Llama", 2023); small models reach less.
-_LEAST, _MOST = 0.3, 0.6
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Rates of transfers, in GB/s, and of products in training, in TFLOP/s."""
-
-    link: float  # in one direction
-    bidirectional: float  # both directions together
-    teraflops: tuple[float, float] | None = None  # at worst and at best, if known
-
-    @staticmethod
-    def of(
-        link: float | None, teraflops: float | None, card: Card | None, dtype: DTypeLike
-    ) -> "Rates":
-        """Stated rates, else those of a card for products of `dtype`."""
-        reached = bidirectional = None
-        if link is not None:
-            link = machine_rate("link_gigabytes_per_second", link)
-        elif card is not None:
-            link, bidirectional = card.link, card.bidirectional
-        else:
-            link = DEFAULT_LINK
-        if teraflops is not None:
-            teraflops = machine_rate("teraflops", teraflops)
-            reached = teraflops, teraflops
-        elif card is not None:
-            products = card.products(dtype)
-            reached = _LEAST * products, _MOST * products
-        return Rates(link, bidirectional or 2 * link, reached)
-
-    def seconds(
-        self, operations: int, moved: int, overlapped: bool
-    ) -> tuple[float, float] | None:
-        """Seconds of a step, at best and at worst; None without a rate of products.
-
-        At best both directions transfer at the same time, and with `overlapped` beside
-        products. At worst nothing overlaps.
-        """
-        if self.teraflops is None:
-            return None
-        worst, best = (operations / 1e12 / x for x in self.teraflops)
-        apart, together = (moved / 1e9 / x for x in (self.link, self.bidirectional))
-        lower = max(best, together) if overlapped else best + together
-        return lower, worst + apart

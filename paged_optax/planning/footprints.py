@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.planning.activations import ActivationBytes, Workload
-from paged_optax.planning.cards import UNIFIED_MEMORY
+from paged_optax.planning.cards import UNIFIED_MEMORY, Card
 
 #: First word of the ways that compute one layer's gradients at a time.
 LAYERWISE = "layerwise"
@@ -70,34 +70,28 @@ class Footprints:
 
     Attributes:
       rows: The ways.
-      device_memory: Device memory in bytes.
-      share: Share of it that JAX allocates.
-      link_gigabytes_per_second: Link rate in one direction, in 10^9 bytes.
+      machine: Memory and rates of a device.
+      share: Share of the device's memory that JAX allocates.
       remarks: Notes on the model and the transformation.
       workload: Batch of a step; None if activations are not counted.
       held: Activations in the parts of a step; None without a batch.
       inner: The transformation, as code.
       arguments: Further arguments of `paged`, as code.
-      gpu: True for a GPU, whose host memory XLA's pool pins; False for a TPU.
       devices: Devices that divide the model. Rows have the device bytes of one, and the
         host bytes of all.
       host_memory: Host memory in bytes; None if it is not counted.
-      unified_memory: True if device and host are one memory.
     """
 
     rows: tuple[Footprint, ...]
-    device_memory: int
+    machine: Card
     share: float
-    link_gigabytes_per_second: float
     remarks: tuple[str, ...] = ()
     workload: Workload | None = None
     held: ActivationBytes | None = None
     inner: str = "inner"
     arguments: str = ""
-    gpu: bool = True
     devices: int = 1
     host_memory: int | None = None
-    unified_memory: bool = False
 
     def __getitem__(self, index: int) -> Footprint:
         return self.rows[index]
@@ -111,13 +105,13 @@ class Footprints:
     @property
     def available(self) -> int:
         """Bytes of the device that JAX allocates."""
-        return int(self.device_memory * self.share)
+        return int(self.machine.memory * self.share)
 
     def left(self, row: Footprint) -> int:
         """Bytes that a way leaves of the device, and of a memory shared with it."""
         left = self.available - row.device
-        both = self.device_memory - row.device - row.host
-        return min(left, both) if self.unified_memory else left
+        both = self.machine.memory - row.device - row.host
+        return min(left, both) if self.machine.unified_memory else left
 
     def fits(self, row: Footprint) -> bool:
         """True if a way leaves some of `available`, and takes what the host has."""
@@ -149,30 +143,27 @@ class Footprints:
         # One unit for all rows, to compare them.
         largest = max((max(row.device, row.host) for row in self.rows), default=0)
         unit, scale = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
-        format_size = lambda size: f"{size / 2**scale:.1f}"
+        sizes = lambda *sizes: [f"{size / 2**scale:.1f}" for size in sizes]
+        fits = lambda row: (
+            f"{row.link_seconds:.2g}",
+            "yes" if self.fits(row) else "no",
+        )
         rows = [
-            (
-                row.way,
-                *map(format_size, (row.device, row.host)),
-                f"{row.link_seconds:.2g}",
-                "yes" if self.fits(row) else "no",
-                format_size(self.left(row)),
-            )
-            for row in self
+            (x.way, *sizes(x.device, x.host), *fits(x), *sizes(self.left(x)))
+            for x in self
         ]
         labels = f"way, in {unit}", "device", "host", "link s", "fits", "left"
         yield table(labels, rows)
-        parts = [(x.parameters, x.gradients, x.moments, x.scratch) for x in self]
         rows = [
-            (x.way, *map(format_size, part))
-            for x, part in zip(self, parts, strict=True)
+            (x.way, *sizes(x.parameters, x.gradients, x.moments, x.scratch))
+            for x in self
         ]
         labels = "on the device", "weights", "gradients", "moments", "scratch"
         yield table(labels, rows)
         if self.workload is not None:
             batch = f"{self.workload.batch} x {self.workload.length} tokens"
             timed = ("seconds a step",) if self.rows[0].seconds else ()
-            rows = [(x.way, format_size(x.activations), *_range(x)) for x in self]
+            rows = [(x.way, *sizes(x.activations), *_range(x)) for x in self]
             yield table((batch, "activations", *timed), rows)
 
     def notes(self) -> str:
@@ -191,10 +182,10 @@ class Footprints:
             *self._share_notes(),
             f"{activations} Scratch is pages in flight, or one layer's"
             " moments and updates. Link: seconds a step at"
-            f" {self.link_gigabytes_per_second:g} GB/s each way.",
+            f" {self.machine.link:g} GB/s each way.",
             *self.remarks,
-            *([UNIFIED_MEMORY] if self.unified_memory else ()),
-            *(self._pool_notes() if self.gpu else ()),
+            *([UNIFIED_MEMORY] if self.machine.unified_memory else ()),
+            *(self._pool_notes() if self.machine.gpu else ()),
         ]
         return "\n".join(map(wrap_text, notes))
 
@@ -245,7 +236,7 @@ class Footprints:
         yield f"export {pinned_pool.POOL_LIMIT}={gigabytes}"
 
     def _share_notes(self) -> Iterator[str]:
-        memory = readable_bytes(self.device_memory)
+        memory = readable_bytes(self.machine.memory)
         if self.devices > 1:
             yield (
                 f"Device and link are those of each of {self.devices} devices, which"

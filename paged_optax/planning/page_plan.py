@@ -20,7 +20,6 @@ from paged_optax.backend.validation import (
 from paged_optax.engine.shards import Shards, spec_of_axes
 from paged_optax.planning.activations import stacks_under
 from paged_optax.planning.cards import (
-    DEFAULT_LINK,
     UNIFIED_MEMORY,
     Card,
     free_from,
@@ -99,7 +98,6 @@ class PagePlan:
       devices_per_host: Devices that share a host's memory.
       parameters: Number of parameters.
       teraflops: Rate of products, in 10^12 operations a second; None if unknown.
-      page_latency: Seconds that a page of one moment takes beyond its bytes.
       parameter_bytes: Bytes of the parameters, of all devices.
       unified_memory: True if device and host are one memory.
     """
@@ -110,7 +108,6 @@ class PagePlan:
     devices_per_host: int = 1
     parameters: int = 0
     teraflops: int | float | None = None
-    page_latency: float = Card.latency
     parameter_bytes: int = 0
     unified_memory: bool = False
 
@@ -178,11 +175,6 @@ class PagePlan:
             if x.on_host
         )
         return bytes_moved / (self.link_gigabytes_per_second * 1e9)
-
-    @property
-    def latency_seconds(self) -> float:
-        """Seconds that the pages of a step take beyond their bytes."""
-        return self.page_latency * sum(x.pages for x in self.moments if x.on_host)
 
     @property
     def free_from(self) -> int | None:
@@ -316,11 +308,11 @@ def plan(
     """
     check_transformation("tx", tx)
     check_arrays("params", params)
-    card = local_card()
+    card = local_card() or Card(0)
     if unified_memory is None:
-        unified_memory = bool(card and card.unified_memory)
+        unified_memory = card.unified_memory
     if link_gigabytes_per_second is None:
-        link_gigabytes_per_second = card.link if card else DEFAULT_LINK
+        link_gigabytes_per_second = card.link
     link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     products = None if teraflops is None else machine_rate("teraflops", teraflops)
     check_count("devices_per_host", devices_per_host, 1)
@@ -349,7 +341,6 @@ def plan(
         int(devices_per_host),
         sum(x.size for x in jax.tree.leaves(params)),
         products,
-        card.latency if card else Card.latency,
         nbytes(params),
         unified_memory,
     )

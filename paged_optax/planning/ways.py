@@ -13,12 +13,10 @@ from paged_optax.planning.page_plan import PagePlan
 class Ways:
     """A model and the plans of its moments."""
 
-    parameters: int  # bytes
     resident: PagePlan  # all moments on the device
     exact: PagePlan  # moments on the host, without a codec
     coded_plan: PagePlan  # in the codec, if there is one
     codec: str  # after a comma; empty without a codec
-    rate: float  # bytes a second over the link, in one direction
     layers: Layers | None  # None: no step can be layerwise
     activations: ActivationBytes | None  # None: not counted
     adapters: PagePlan | None = None  # of LoRA; None: has no rows
@@ -33,7 +31,7 @@ class Ways:
             self.exact,
             moments=self.resident.device_bytes,
             scratch=0,
-            link_seconds=self.exact.link_bytes / self.rate,
+            link_seconds=self._seconds(self.exact.link_bytes),
         )
         yield self._ordinary("paged", self.exact)
         if self.codec:
@@ -41,6 +39,9 @@ class Ways:
         if self.layers is not None:
             yield from self._by_layers(self.layers)
             yield from self._by_adapters(self.layers)
+
+    def _seconds(self, moved: int) -> float:
+        return moved / (self.exact.link_gigabytes_per_second * 1e9)
 
     def _part(self, size: int) -> int:
         """Bytes on each device of what all devices divide."""
@@ -55,7 +56,7 @@ class Ways:
     ) -> Footprint:
         row = Footprint(
             way,
-            self._part(self.parameters),
+            self._part(self.exact.parameter_bytes),
             gradients,
             plan.device_bytes,
             plan.scratch_bytes,
@@ -82,7 +83,8 @@ class Ways:
         return dataclasses.replace(row, activations=max(0, peak - row.device))
 
     def _ordinary(self, way: str, plan: PagePlan, **other: int | float) -> Footprint:
-        row = self._footprint(way, self._part(self.parameters), plan, **other)
+        gradients = self._part(self.exact.parameter_bytes)
+        row = self._footprint(way, gradients, plan, **other)
         if self.layers is not None:  # of one layer, weights and gradients
             gathered = self._whole(2 * self.layers.largest)
             row = dataclasses.replace(row, scratch=row.scratch + gathered)
@@ -91,10 +93,10 @@ class Ways:
         at_head = row.parameters + plan.device_bytes
         if self.layers is not None:
             at_head += self._whole(self.layers.largest_of_rest)
-        return self._counted(row, at_head, at_head + row.gradients)
+        return self._counted(row, at_head, at_head + gradients)
 
     def _moment_bytes(self, size: int) -> int:
-        return self.resident.device_bytes * size // max(1, self.parameters)
+        return self.resident.device_bytes * size // max(1, self.exact.parameter_bytes)
 
     def _by_layers(self, layers: Layers) -> Iterator[Footprint]:
         """Weights on the device, of the layers on the host, and all on the host."""
@@ -105,7 +107,7 @@ class Ways:
         moments = self._moment_bytes(one)
         scratch = one + moments
         way = f"{LAYERWISE}{self.codec}"
-        seconds = plan.link_bytes / self.rate
+        seconds = self._seconds(plan.link_bytes)
         gradients = one + self._part(rest)
         row = self._footprint(
             way, gradients, plan, scratch=scratch, link_seconds=seconds
@@ -126,7 +128,7 @@ class Ways:
             parameters=self._part(rest) + one,
             host=row.host + stacks,
             arrays=arrays,
-            link_seconds=row.link_seconds + moved / self.rate,
+            link_seconds=row.link_seconds + self._seconds(moved),
             moved=row.moved + moved,
         )
         at_head = row.parameters + row.moments + one + gathered
@@ -155,7 +157,7 @@ class Ways:
             scratch=maximum,
             host=row.host + rest + other,
             arrays=(*outside, *arrays, other),
-            link_seconds=row.link_seconds + moved / self.rate,
+            link_seconds=row.link_seconds + self._seconds(moved),
             moved=row.moved + moved,
         )
         # The head's gradient is copied to the host before the layers' backward pass.
@@ -189,7 +191,7 @@ class Ways:
                 parameters=self._part(rest + trained) + one,
                 host=row.host + stacks,
                 arrays=(stacks, *row.arrays),
-                link_seconds=row.link_seconds + moved / self.rate,
+                link_seconds=row.link_seconds + self._seconds(moved),
                 moved=row.moved + moved,
             )
             for way in (row, on_host):

@@ -1,11 +1,10 @@
 """`what_fits`: compares the memory and the seconds of ways to train a model."""
 
 import dataclasses
-import functools
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import device_share, nbytes, platform
+from paged_optax.backend.memory import device_share, platform
 from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import brief, check_arrays, check_count
 from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
@@ -25,7 +24,7 @@ from paged_optax.planning.activations import (
     find_layers,
     get_sizes,
 )
-from paged_optax.planning.cards import CARDS, Rates, find_card, free_from
+from paged_optax.planning.cards import CARDS, Card, find_card, free_from, machine_rate
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.planning.ways import Ways
@@ -67,19 +66,16 @@ def what_fits(
     offloaded, and on the device during the update; paged; layerwise, with one layer's
     gradients; layerwise with the layers' weights on the host, and with all parameters
     there. With `codec`, paged has a row without it and one with it, and all layerwise
-    rows have it.
-
-    XLA's buffer assignment for an H200 is at most 3% above the sums of paged and
-    layerwise, 5% above the resident one, and up to a quarter above the whole tree's
-    (`tests/planning/test_fit.py`).
+    rows have it. XLA's buffer assignment for an H200 is at most 3% above the sums of
+    paged and layerwise, 5% above the resident one, and up to a quarter above the whole
+    tree's (`tests/planning/test_fit.py`).
 
     With `batch` and `length` activations are counted, for decoders whose layers are
-    each a `jax.checkpoint` (formulas in `paged_optax.planning.activations`): within
-    7.1% of XLA's bytes for 42 programs of five models on an H200, and within 9% for
-    layers of experts. The last lines are the fastest way that fits, and its code.
-    Seconds are a range: at best products reach 60% of a card's TFLOP/s and overlap with
-    transfers in both directions, at worst 30% without overlap. The update's computation
-    is not counted.
+    each a `jax.checkpoint`: within 7.1% of XLA's bytes for 42 programs of five models
+    on an H200, and within 9% for layers of experts. The last lines are the fastest way
+    that fits, and its code. Seconds are a range: at best products reach 60% of a card's
+    TFLOP/s and overlap with transfers in both directions, at worst 30% without overlap.
+    The update's computation is not counted.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s: `model_shapes("8B")`.
@@ -134,9 +130,8 @@ def what_fits(
       >>> ways.choice.way, round(ways.choice.activations / 2**30, 1)
       ('layerwise, weights on host', 0.2)
     """
-    stated = None if card is None else find_card(card)
-    memory = stated.memory if stated and device_memory is None else device_memory
-    if memory is None:
+    machine = Card(0, gpu=platform() != "tpu") if card is None else find_card(card)
+    if device_memory is None and card is None:
         raise ValueError(
             f"device_memory=None: pass a device's memory, such as '24GiB', or card="
             f" with one of {', '.join(CARDS)}."
@@ -145,31 +140,50 @@ def what_fits(
     leaves = jax.tree.leaves(params)
     # Products have the dtype of the matrices, and the largest leaf is a matrix.
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
-    rates = Rates.of(link_gigabytes_per_second, teraflops, stated, dtype)
+    advice = machine.advice if dtype == jnp.bfloat16 else ""
+    share = device_share() if machine.gpu or card is None else 1.0
+    state = lambda **fields: dataclasses.replace(machine, **fields)
+    if device_memory is not None:
+        machine = state(memory=parse_bytes("device_memory", device_memory))
+    if link_gigabytes_per_second is not None:
+        link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
+        machine = state(link=link, bidirectional=2 * link)
+    if teraflops is not None:
+        rate = machine_rate("teraflops", teraflops)
+        machine = state(teraflops=rate, bfloat16=None, efficiency=(1.0, 1.0))
+    if unified_memory is not None:
+        machine = state(unified_memory=unified_memory)
     check_count("devices", devices, 1)
-    workload = _workload(batch, length, heads, score_blocks, fused_head)
-    if workload is not None:
-        if workload.batch % devices:
-            raise ValueError(
-                f"batch={batch} cannot be divided over devices={devices}: pass a"
-                " multiple."
-            )
-        workload = dataclasses.replace(workload, batch=workload.batch // devices)
+    workload = _workload(batch, length, devices, heads, score_blocks, fused_head)
+    transformation = optax.adamw(float(RATE)) if inner is None else inner
     mesh = jax.sharding.AbstractMesh((devices,), ("data",)) if devices > 1 else None
-    planned = functools.partial(
-        _planned,
-        optax.adamw(float(RATE)) if inner is None else inner,
-        rates.link,
-        page_size=page_size,
-        mesh=mesh,
-        master_dtype=master_dtype,
-        master_remainders=master_remainders,
-    )
+
+    def planned(
+        params: PyTree, codec: CodecRules = None, device_budget: int | None = 0
+    ) -> PagePlan:
+        tx = paged(
+            transformation,
+            page_size=page_size,
+            device_budget=device_budget,
+            codec=codec,
+            master_dtype=master_dtype,
+            master_remainders=master_remainders,
+        )
+        with warnings.catch_warnings():
+            # The notes of the tables have the same on the host's pool.
+            warnings.filterwarnings("ignore", "the moments need", UserWarning)
+            return plan(
+                tx,
+                params,
+                link_gigabytes_per_second=machine.link,
+                mesh=mesh,
+                devices_per_host=devices,
+            )
+
     exact, equal = planned(params), find_layers(params, layers)
     elementwise = all(x.elementwise for x in exact.moments if x.shape)
     messages = [*_remarks(codec is not None, equal, elementwise, layers)]
-    if stated is not None and dtype == jnp.bfloat16:
-        messages += [stated.advice]
+    messages += [advice]
     values = sum(x.size for x in leaves)
     retained, operations = None, 0
     if workload is not None:
@@ -189,42 +203,53 @@ def what_fits(
     if equal is not None and rank is not None:
         adapters = planned(_adapters(equal, rank), codec)
     ways = Ways(
-        nbytes(params),
         planned(params, device_budget=None),
         exact,
         coded,
         "" if codec is None else f", {_name(codec)}",
-        rates.link * 1e9,
         equal if elementwise else None,
         retained,
         adapters,
         devices,
     )
     rows = tuple(ways.rows())
-    if operations:
-        timed = lambda row: rates.seconds(operations, row.moved, row.by_layers)
+    products = machine.products(dtype)
+    if operations and not math.isnan(products):
+        timed = lambda row: _seconds(row, operations, products, machine)
         rows = tuple(dataclasses.replace(row, seconds=timed(row)) for row in rows)
     by_layers = (row for row in rows if row.by_layers and not row.adapters)
-    messages += (_free(row, values // devices, rates) for row in by_layers)
+    fastest = machine.efficiency[1] * products
+    messages += (_free(row, values // devices, fastest) for row in by_layers)
+    if host_memory is not None:
+        host_memory = parse_bytes("host_memory", host_memory)
     return Footprints(
         rows,
-        parse_bytes("device_memory", memory),
-        1.0 if stated is not None and not stated.gpu else device_share(),
-        rates.link,
+        machine,
+        share,
         tuple(filter(None, messages)),
         workload,
         retained,
         f"optax.adamw({RATE})" if inner is None else "inner",
         _code(codec, page_size, master_dtype, master_remainders),
-        gpu=platform() != "tpu" if stated is None else stated.gpu,
-        devices=devices,
-        host_memory=None
-        if host_memory is None
-        else parse_bytes("host_memory", host_memory),
-        unified_memory=bool(stated and stated.unified_memory)
-        if unified_memory is None
-        else unified_memory,
+        devices,
+        host_memory,
     )
+
+
+def _seconds(
+    row: Footprint, operations: int, teraflops: float, machine: Card
+) -> tuple[float, float]:
+    """Seconds of a step, at best and at worst.
+
+    At best both directions transfer at the same time, and in layerwise steps beside
+    products. At worst nothing overlaps.
+    """
+    rates = (share * teraflops for share in machine.efficiency)
+    worst, best = (operations / 1e12 / rate for rate in rates)
+    moved = row.moved / 1e9
+    together = moved / machine.bidirectional
+    lower = max(best, together) if row.by_layers else best + together
+    return lower, worst + moved / machine.link
 
 
 def _adapters(layers: Layers, rank: int) -> PyTree[jax.ShapeDtypeStruct]:
@@ -234,27 +259,6 @@ def _adapters(layers: Layers, rank: int) -> PyTree[jax.ShapeDtypeStruct]:
     shapes = {name: x.shape for name, x in layers.one if len(x.shape) == 2}
     pairs = {n: (stack(rank, x[1]), stack(x[0], rank)) for n, x in shapes.items()}
     return {"layers": pairs}
-
-
-def _planned(
-    inner: optax.GradientTransformation,
-    link: float,
-    params: PyTree,
-    codec: CodecRules = None,
-    mesh: jax.sharding.AbstractMesh | None = None,
-    **settings: Any,
-) -> PagePlan:
-    tx = paged(inner, codec=codec, **settings)
-    with warnings.catch_warnings():
-        # The notes of the tables have the same on the host's pool.
-        warnings.filterwarnings("ignore", "the moments need", UserWarning)
-        return plan(
-            tx,
-            params,
-            link_gigabytes_per_second=link,
-            mesh=mesh,
-            devices_per_host=mesh.size if mesh else 1,
-        )
 
 
 def _code(
@@ -279,6 +283,7 @@ def _code(
 def _workload(
     batch: int | None,
     length: int | None,
+    devices: int,
     heads: int | None,
     score_blocks: int,
     fused_head: bool,
@@ -293,9 +298,14 @@ def _workload(
     counts = {"batch": batch, "length": length, "score_blocks": score_blocks}
     for name, count in (counts if heads is None else counts | {"heads": heads}).items():
         check_count(name, count, 1)
+    if batch % devices:
+        raise ValueError(
+            f"batch={batch} cannot be divided over devices={devices}: pass a multiple."
+        )
     # Products of NumPy's integers overflow.
     heads = None if heads is None else int(heads)
-    return Workload(int(batch), int(length), heads, int(score_blocks), fused_head)
+    part = int(batch) // devices
+    return Workload(part, int(length), heads, int(score_blocks), fused_head)
 
 
 def _name(codec: CodecRules) -> str:
@@ -330,10 +340,9 @@ def _remarks(
         )
 
 
-def _free(row: Footprint, parameters: int, rates: Rates) -> str:
-    if rates.teraflops is None:
+def _free(row: Footprint, parameters: int, teraflops: float) -> str:
+    if math.isnan(teraflops):
         return ""
-    teraflops = rates.teraflops[1]
     tokens = free_from(parameters, row.link_seconds, teraflops)
     return (
         f"{row.way}: the link is free from {tokens:,} tokens a step on, at"

@@ -23,7 +23,8 @@ def source_line(eqn: Equation, nearby: Iterable[Equation] = ()) -> str:
     equations.
     """
     eqn = next((e for e in (eqn, *nearby) if e.line), eqn)
-    where, traced = eqn.where, eqn.traced
+    where = eqn.line or f"a `{eqn.primitive.name}` of no known line"
+    traced = eqn.traced
     traceback = traced and traced.source_info.traceback
     if not traceback or not _LIBRARIES.search(where):
         return where

@@ -25,9 +25,9 @@ from paged_optax.splitting.assembly import (
     Seen,
     Weight,
 )
-from paged_optax.splitting.numbered import Stack, split_names
+from paged_optax.splitting.numbered import Stack
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
+from paged_optax.splitting.stacking import Stacking, unnested
 
 
 @jax.tree_util.register_static
@@ -35,7 +35,12 @@ from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
 class Functions:
     """Prologue, layer and epilogue of one trace of a loss."""
 
-    pieces: Pieces
+    split: SplitLoss
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of the trace."""
+        return self.split.pieces
 
     @functools.cached_property
     def before(self) -> NumberedProgram:
@@ -148,8 +153,8 @@ class Functions:
         numbered: Mapping[int, ArrayLike],
         x: Sequence[Array],
         kept: Sequence[Array],
-    ) -> list[ArrayLike]:
-        """Computes the leaves of the loss's result; `kept` has all layers' values."""
+    ) -> PyTree:
+        """Computes the result of the loss; `kept` has all layers' values."""
         values = {**numbered, **self.pieces.flat.constants}
         for value, role in self.pieces.after.items():
             match role:
@@ -160,7 +165,8 @@ class Functions:
                 case Kept(number, layer):
                     values[value] = kept[number][layer]
         results = self.results(values)
-        return [results[x] for x in self.pieces.flat.outputs]
+        leaves = [results[x] for x in self.pieces.flat.outputs]
+        return jax.tree.unflatten(self.split.output, leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,15 +178,15 @@ class SplitFunctions:
     split: SplitLoss  # for the first batch. All other batches have its stacks
     # Split losses by jaxpr. JAX caches jaxprs by everything that a trace depends on:
     # weak types, the ambient mesh, the matmul precision.
-    cache: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
+    cache: MutableMapping[core.ClosedJaxpr, Functions]
 
     @classmethod
     def create(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
         """Splits a loss for a first batch, which determines the layers."""
         batch = jax.tree.map(shape_dtype, batch)
         jaxpr, split = loss.traced(batch).jaxpr, loss.split(batch)
-        results = split, Functions(split.pieces)
-        return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
+        cache = weakref.WeakKeyDictionary({jaxpr: Functions(split)})
+        return cls(loss, batch, split, cache)
 
     def for_types(
         self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
@@ -199,25 +205,22 @@ class SplitFunctions:
         tree = self.loss.frozen if frozen else self.loss.params
         # In the trace the frozen parameters follow the others.
         first = len(jax.tree.leaves(self.loss.params)) if frozen else 0
+        layers = self.split.layers
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
-            for (is_frozen, names), stack in self.split.layers.stacks.items()
+            for (is_frozen, names), stack in layers.stacks.items()
             if is_frozen == frozen
         }
-        stacked = {n for stack in stacks.values() for n in stack.leaves}
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        names = enumerate(split_names([path for path, _ in leaves]))
-        return Stacking(
-            "frozen" if frozen else "params",
-            jax.tree.structure(tree),
-            leaf_shapes(tree),
-            stacks,
-            {name: n for n, name in names if n not in stacked},
-        )
+        rest = {
+            names: n - first
+            for n, (is_frozen, names) in enumerate(self.loss.leaves)
+            if is_frozen == frozen and n not in layers.leaves
+        }
+        return Stacking("frozen" if frozen else "params", tree, stacks, rest)
 
     def prologue(self, rest: PyTree, *remaining: PyTree) -> tuple[list[Array], PyTree]:
         """Computes the first layer's input, and the values that all layers read."""
-        _, functions = self._of(remaining[-1])
+        functions = self._of(remaining[-1])
         x, context = functions.prologue(self._numbered(rest, remaining))
         # A layer has no batch as an argument to choose its functions by.
         return x, (functions, context)
@@ -233,11 +236,9 @@ class SplitFunctions:
         """Computes the result of the loss."""
         *frozen, x, kept, batch = remaining
         numbers = self._numbered(rest, (*frozen, batch))
-        split, functions = self._of(batch)
-        results = functions.epilogue(numbers, x, kept)
-        return jax.tree.unflatten(split.output, results)
+        return self._of(batch).epilogue(numbers, x, kept)
 
-    def _of(self, batch: PyTree) -> tuple[SplitLoss, Functions]:
+    def _of(self, batch: PyTree) -> Functions:
         """Splits the loss for a batch of these types, or reads it from the cache."""
         batch = jax.tree.map(shape_dtype, batch)
         try:
@@ -253,8 +254,7 @@ class SplitFunctions:
                 " micro-batches from the leading axis of each leaf."
             ) from error
         if jaxpr not in self.cache:
-            split = self.loss.split(batch, self.split.layers)
-            self.cache[jaxpr] = split, Functions(split.pieces)
+            self.cache[jaxpr] = Functions(self.loss.split(batch, self.split.layers))
         return self.cache[jaxpr]
 
     def _numbered(
@@ -274,7 +274,7 @@ class SplitFunctions:
         # In the order of the trace's arguments.
         numbers: dict[int, ArrayLike] = {}
         first = 0
-        for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
+        for is_frozen, tree in zip((False, True), (rest, *frozen), strict=False):
             stacking = self.stacking(frozen=is_frozen)
             leaves = unnested(tree, [("rest", *names) for names in stacking.rest])
             places = (first + n for n in stacking.rest.values())

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -137,37 +138,30 @@ def numbered(
     }
     lists: dict[frozenset[int], Candidate] = {}
 
-    def add(name: str, layers: Sequence[Mapping[Member, int]], several: bool) -> None:
-        subset = frozenset(n for item in layers for n in item.values())
-        stacks = {x: Stack(tuple(item[x] for item in layers)) for x in layers[0]}
+    def add(name: str, leaves: Mapping[Member, tuple[int, ...]], several: bool) -> None:
+        stacks = relabeled({x: Stack(item) for x, item in leaves.items()}, avals)
         shown = f"{name.removesuffix('*')}*" if name != "*" or not several else ""
-        lists[subset] = Candidate(
-            name, shown or "all lists", relabeled(stacks, avals), len(layers), several
-        )
+        length = len(next(iter(leaves.values())))
+        layers = Candidate(name, shown or "all lists", stacks, length, several)
+        lists[frozenset(layers.leaves)] = layers
 
     for before, by_kind in runs.items():
-        for (direct, kind), layers in by_kind.items():
-            if direct and layers and all(names for _, names in layers[0]):
-                add("/".join((*before, *(kind or ("",)))) or "*", layers, False)
+        for (direct, kind), stacks in by_kind.items():
+            if direct and stacks and all(names for _, names in stacks):
+                add("/".join((*before, *(kind or ("",)))) or "*", stacks, False)
     subtrees = set(lists)
     for before, by_kind in runs.items():
-        by_length = defaultdict[int, list[tuple[Names, list[dict[Member, int]]]]](list)
-        for (_, kind), layers in by_kind.items():
-            by_length[len(layers)].append((kind, layers))
-        for length, kinds in by_length.items():
-            layers = [
-                {
-                    (frozen, (*kind, *names)): index
-                    for kind, item in kinds
-                    for (frozen, names), index in item[n].items()
-                }
-                for n in range(length)
-            ]
-            subset = frozenset(n for item in layers for n in item.values())
+        by_length = defaultdict[int, dict[Member, tuple[int, ...]]](dict)
+        for (_, kind), stacks in by_kind.items():
+            for (frozen, names), item in stacks.items():
+                by_length[len(item)][frozen, (*kind, *names)] = item
+        for length, stacks in by_length.items():
+            kinds = [x for x in by_kind.values() if {*map(len, x.values())} == {length}]
+            subset = frozenset(n for item in stacks.values() for n in item)
             # A list of arrays within another list is named by itself.
-            named = all(names for item in layers[:1] for _, names in item)
-            if layers and subset not in subtrees and (named or subset not in lists):
-                add("/".join((*before, "")) or "*", layers, len(kinds) > 1)
+            named = all(names for _, names in stacks)
+            if subset not in subtrees and (named or subset not in lists):
+                add("/".join((*before, "")) or "*", stacks, len(kinds) > 1)
     return list(lists.values())
 
 
@@ -210,36 +204,41 @@ def _groups(
 
 def _longest_run(
     members: Sequence[Mapping[Member, int]], avals: Sequence[Aval]
-) -> list[dict[Member, int]]:
+) -> dict[Member, tuple[int, ...]]:
     """The longest run of equal subtrees, or of equal groups of subtrees.
 
     The first or the last subtrees may differ, for example dense layers before experts.
     """
-    described = [
-        frozenset((member, avals[n].shape, avals[n].dtype) for member, n in x.items())
-        for x in members
+    types = [
+        {member: (avals[n].shape, avals[n].dtype) for member, n in subtree.items()}
+        for subtree in members
     ]
+    kinds = [types.index(x) for x in types]
+
+    def repeats(start: int, period: int) -> int:
+        first = kinds[start : start + period]
+        parts = (kinds[k : k + period] for k in range(start, len(kinds), period))
+        return sum(1 for _ in itertools.takewhile(first.__eq__, parts))
+
     # The longest run wins, then the shortest period. Layers of alternating kinds have
     # groups of several subtrees.
-    best: tuple[int, int, range] = (0, -1, range(0))
-    for period in range(1, len(members) // 2 + 1):
-        start = 0
-        for i in range(period, len(members) + 1):
-            if i < len(members) and described[i] == described[i - period]:
-                continue
-            count = (i - start) // period
-            if count > 1 and (count * period, -period) > best[:2]:
-                best = count * period, -period, range(start, start + count * period)
-            start = i - period + 1
-    _, period, subset = best
-    return [
-        {
-            (frozen, (*([] if period == -1 else [str(offset)]), *names)): index
-            for offset in range(-period)
-            for (frozen, names), index in members[first + offset].items()
-        }
-        for first in subset[::-period]
+    runs = [
+        (count * period, -period, -start)
+        for period in range(1, len(members) // 2 + 1)
+        for start in range(len(members) - period)
+        if (count := repeats(start, period)) > 1
     ]
+    if not runs:
+        return {}
+    size, period, start = map(abs, max(runs))
+    return {
+        (frozen, (*([str(offset)] if period > 1 else []), *names)): tuple(
+            members[first + offset][frozen, names]
+            for first in range(start, start + size, period)
+        )
+        for offset in range(period)
+        for frozen, names in members[start + offset]
+    }
 
 
 def matching_lists(layers: str, names: Sequence[str]) -> list[str]:

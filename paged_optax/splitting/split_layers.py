@@ -6,7 +6,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import running_statistics
@@ -21,9 +20,8 @@ from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.weights import Frozen
-from paged_optax.splitting.frozen_state import STATE_RECIPE
 from paged_optax.splitting.functions import SplitFunctions
+from paged_optax.splitting.lost_state import STATE_RECIPE
 from paged_optax.splitting.split_loss import Loss
 from paged_optax.splitting.summary import summary
 
@@ -174,20 +172,12 @@ class SplitModel(LayerwiseModel):
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
 
     @property
-    def layer_tree(self) -> LayerTree | None:
-        """The loss's own tree mapped to the stacks; None if the loss has stacks."""
-        stacking = self._functions.stacking(frozen=False)
-        return None if stacking.has_stacks else stacking.tree
-
-    def on_stacks(
-        self, tx: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """See `LayerwiseModel`."""
-        stacking = self._functions.stacking(frozen=False)
-        return stacking.tree.on_stacks(tx) if stacking.has_stacks else tx
+    def layer_tree(self) -> LayerTree:
+        """The loss's own tree mapped to the stacks."""
+        return self._functions.stacking(frozen=False).tree
 
     def functions(
-        self, params: Partition, frozen: Frozen | None, activations_on_host: bool
+        self, params: Partition, frozen: Partition | None, activations_on_host: bool
     ) -> ModelFunctions:
         """See `LayerwiseModel`. The loss is traced again for new types."""
         full = lambda x: x and {**x.rest, "layers": x.layers}

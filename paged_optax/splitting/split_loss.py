@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,15 +10,15 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.flat import Flat, effectful
 from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import check_loss
+from paged_optax.layerwise.loss import check_loss, loss_and_metrics
 from paged_optax.splitting.assembly import Pieces, assembled
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import Depends, SplitError, source_line
-from paged_optax.splitting.frozen_state import warn_of_lost_state
+from paged_optax.splitting.lost_state import warn_of_lost_state
 from paged_optax.splitting.numbered import (
     Candidate,
     Names,
@@ -53,7 +54,7 @@ class Loss:
     params: PyTree
     frozen: PyTree | None  # None if the loss has no frozen parameters
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[tuple[bool, Names]]:
         """Whether each parameter is frozen, and its names."""
         flat = jax.tree_util.tree_leaves_with_path
@@ -63,11 +64,6 @@ class Loss:
             for names in split_names([path for path, _ in flat(tree)])
         ]
 
-    @property
-    def lists(self) -> list[Candidate]:
-        """Numbered layers among the parameters."""
-        return numbered(self.leaves, jax.tree.leaves((self.params, self.frozen)))
-
     def traced(self, batch: PyTree[jax.ShapeDtypeStruct]) -> jax.stages.Traced:
         """JAX's trace; its jaxpr is cached for equal types, mesh and settings."""
         frozen = () if self.frozen is None else (self.frozen,)
@@ -75,12 +71,6 @@ class Loss:
             with without(), without_explicit_axes():
                 return self.function.trace(self.params, *frozen, batch)
         except Exception as error:
-            swapped = dataclasses.replace(self, params=batch).lists and not self.lists
-            if swapped and nbytes(batch) > nbytes(self.params):
-                raise TypeError(
-                    "params has no layers, and batch has. Parameters precede the batch:"
-                    " split_layers(loss, params, batch)."
-                ) from error
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 error.add_note(
                     "split_layers traces loss without the explicit axes of the ambient"
@@ -102,11 +92,19 @@ class Loss:
         traced = self.traced(batch)
         closed, shapes = traced.jaxpr, traced.out_info
         check_loss("loss", shapes)
-        _check_effects(closed.jaxpr)
+        for eqn in effectful(closed.jaxpr):
+            where = source_line(Equation(eqn.primitive, (), (), (), eqn))
+            raise SplitError(
+                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
+                " print, a callback or a check would run twice for each layer, or not"
+                " at all. Leave it out of the training loss."
+            )
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
-        lists, leaves = self.lists, self.leaves
-        inlined = Flat(closed, derivatives=False)
-        warn_of_lost_state(inlined, len(jax.tree.leaves(self.params)), self.frozen)
+        inlined, leaves = Flat(closed, derivatives=False), self.leaves
+        args = ("params", self.params), ("frozen", self.frozen), ("batch", batch)
+        losses = len(jax.tree.leaves(loss_and_metrics(shapes)[0]))
+        warn_of_lost_state(inlined, args, losses)
+        lists = numbered(leaves, flat.avals)
         known = [*scans(flat, leaves), *indexed(inlined, leaves, lists), *lists]
         known.sort(key=lambda x: -x.nbytes(flat.avals))
         candidates = self._named(known)
@@ -114,7 +112,9 @@ class Loss:
             same = [x for x in candidates if x.stacks == first.stacks and x.scan]
             candidates = same or ([first] if not first.scan else candidates)
         refused: list[tuple[Candidate, SplitError]] = []
-        for candidate in candidates:
+        # A frozen model of the same structure, whose output the loss uses, has layers
+        # of the same names outside of the trained ones.
+        for candidate in (y for x in candidates for y in (x, *x.parts()[:1])):
             try:
                 layers, pieces = _split(closed, flat, len(leaves), candidate)
                 if first is not None:
@@ -124,11 +124,16 @@ class Loss:
                 continue
             # Layers without parameters in common with these stay whole.
             used, others = layers.leaves, list[Candidate]()
-            for other in (*known, *candidate.parts()):
+            same = [x for x in known if x.shown == layers.shown]
+            for other in (*known, *(y for x in same for y in x.parts())):
                 if used.isdisjoint(other.leaves):
                     others.append(other)
                     used |= other.leaves
-            refused = [x for x in refused if not x[0].guess]
+            refused = [
+                (x, error)
+                for x, error in refused
+                if not x.guess and x.shown != layers.shown
+            ]
             output = jax.tree.structure(shapes)
             return SplitLoss(layers, pieces, output, others, refused)
         # Errors of layers that are not guesses are more useful.
@@ -170,32 +175,16 @@ def _split(
         )
     if layers.scan is not None:
         return layers, scanned_pieces(flat, layers)
-    try:
-        return _cut(closed, flat, count, layers)
-    except SplitError:
-        # A frozen model of the same structure, whose output the loss uses, has layers
-        # of the same names outside of these.
-        for trained in layers.parts()[:1]:
-            with contextlib.suppress(SplitError):
-                return _cut(closed, flat, count, trained)
-        raise
-
-
-def _cut(
-    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Candidate
-) -> tuple[Candidate, Pieces]:
     if any(e.primitive.name == "remat2" for e in flat.eqns):
         flat = _constants_first(_WithoutCheckpoints(closed, layers))
-    is_stacked = any(stack.axis is not None for stack in layers.stacks.values())
+    members, is_stacked = layers.members, layers.length > len(layers.members)
     if is_stacked:
         flat, members = by_layer(flat, layers)
-    else:
-        members = layers.members
     names = {n: name for item in members for name, n in item.items()}
-    weights = sorted({*range(count), *names})
-    depends = Depends.create(flat, weights, [list(x.values()) for x in members])
-    indices = [depends.layer[min(x.values())] for x in members]
-    order = sorted(range(layers.length), key=lambda n: indices[n])
+    weights = {*range(count), *names}
+    depends = Depends.create(flat, weights, [x.values() for x in members])
+    layer_of = lambda n: depends.layer[next(iter(members[n].values()))]
+    order = sorted(range(layers.length), key=layer_of)
     if not is_stacked:
         stacks = {
             name: Stack(tuple(stack.leaves[n] for n in order))
@@ -269,17 +258,3 @@ def _check_same_stacks(first: Candidate, layers: Candidate) -> None:
         " determines the stacks. Call split_layers with such a batch for a second"
         " model, and stack parameters with that model; or use the layers in one order."
     )
-
-
-def _check_effects(jaxpr: core.Jaxpr) -> None:
-    for eqn in jaxpr.eqns:
-        if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            # The message names the equation within a scan or a call.
-            for inner in core.jaxprs_in_params(eqn.params):
-                _check_effects(inner)
-            where = source_line(Equation(eqn.primitive, (), (), (), eqn))
-            raise SplitError(
-                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
-                " print, a callback or a check would run twice for each layer, or not"
-                " at all. Leave it out of the training loss."
-            )

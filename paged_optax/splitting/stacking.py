@@ -32,10 +32,14 @@ class Stacking:
     """Correspondence of a tree of parameters to its stacks."""
 
     argument: str  # the user's name for the tree
-    structure: PyTreeDef
-    shapes: Mapping[str, tuple[int, ...]]  # of each leaf, by path
+    types: PyTree[jax.ShapeDtypeStruct]  # of the tree
     layers: Mapping[Names, Stack]
     rest: Mapping[Names, int]  # the other leaves, by name
+
+    @property
+    def structure(self) -> PyTreeDef:
+        """The tree's structure."""
+        return jax.tree.structure(self.types)
 
     def stacked(
         self, tree: PyTree, *, on_host: bool | Literal["all"], min_size: int | str
@@ -48,24 +52,25 @@ class Stacking:
             )
         leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
         layers: dict[Names, Shaped] = {}
-        for name, stack in self.layers.items():
-            subset = [leaves[n] for n in stack.leaves]
-            # Leaves are released as they are stacked if the caller holds no references.
-            if on_host:
-                layers[name] = _on_host(subset, stack.axis, min_size)
-            else:
-                layers[name] = stack_leaves(subset, stack.axis)
-        rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
+        for name, x in self.layers.items():
+            subset = [leaves[n] for n in x.leaves]
+            layers[name] = (
+                _on_host(subset, x.axis, min_size)
+                if on_host
+                else stack_leaves(subset, x.axis)
+            )
+        # Objects with `__array__` are read into NumPy arrays.
+        known = Array, np.ndarray, jax.ShapeDtypeStruct
+        read = lambda x: x if isinstance(x, known) else np.asarray(x)
+        rest = {name: read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
-            rest = {
-                name: x if nbytes(x) < smallest else place_on_host(x)
-                for name, x in rest.items()
-            }
+            place = lambda x: x if nbytes(x) < smallest else place_on_host(x)
+            rest = {name: place(x) for name, x in rest.items()}
         return {"layers": nested(layers), "rest": nested(rest)}
 
     def unstacked(self, stacked: PyTree) -> PyTree:
         """Restores the tree from its stacks."""
-        leaves: list[Shaped | None] = [None] * self.structure.num_leaves
+        leaves: dict[int, Shaped] = {}
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for (names, stack), x in zip(self.layers.items(), layers, strict=True):
             count = len(stack.leaves)
@@ -75,18 +80,12 @@ class Stacking:
                     f" {x.shape}, and the model that split_layers was given has {count}"
                     " layers: pass the stacks of all of them."
                 )
-            slices = unstack_leaf(x, count, stack.axis)
-            for n, part in zip(stack.leaves, slices, strict=True):
-                leaves[n] = part
+            parts = unstack_leaf(x, count, stack.axis)
+            leaves.update(zip(stack.leaves, parts, strict=True))
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
-        for n, x in zip(self.rest.values(), rest, strict=True):
-            leaves[n] = x
-        return jax.tree.unflatten(self.structure, leaves)
-
-    @property
-    def has_stacks(self) -> bool:
-        """True if the layers' leaves of the tree are stacks."""
-        return any(stack.axis is not None for stack in self.layers.values())
+        leaves.update(zip(self.rest.values(), rest, strict=True))
+        in_order = [leaves[n] for n in range(len(leaves))]
+        return jax.tree.unflatten(self.structure, in_order)
 
     @property
     def tree(self) -> LayerTree:
@@ -114,16 +113,16 @@ class Stacking:
         self, move: Callable[[Shaped, int], Shaped]
     ) -> Callable[[int, PyTree], PyTree]:
         """Moves the layers' axis of a stack's moment, given its parameter's number."""
-        names = dict(enumerate(self.shapes))
+        shapes = list(_leaf_shapes(self.types).items())
         axes = {x.leaves[0]: x.axis for x in self.layers.values()}
 
         def moved(n: int, x: PyTree) -> PyTree:
-            axis, sizes = axes.get(n), self.shapes[names[n]]
+            axis, (name, sizes) = axes.get(n), shapes[n]
             if not axis or not getattr(x, "ndim", 1):
                 return x
             if is_quantized(x) or len(x.shape) != len(sizes):
                 raise ValueError(
-                    f"the layers of {self.argument}{names[n]} are on axis {axis}, and"
+                    f"the layers of {self.argument}{name} are on axis {axis}, and"
                     " its state has other axes, as encoded and factored moments have:"
                     " keep the state in stacks, or make it by model.init."
                 )
@@ -133,26 +132,25 @@ class Stacking:
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)
-        leaves, structure = jax.tree.flatten(tree)
-        shapes = leaf_shapes(tree)
-        names = {**self.shapes, **shapes}
-        differ = [x for x in names if self.shapes.get(x) != shapes.get(x)]
-        if differ or structure != self.structure:
-            name = differ[0] if differ else ""
+        shapes, known = _leaf_shapes(tree), _leaf_shapes(self.types)
+        for name in known | shapes:
+            if known.get(name) != shapes.get(name):
+                raise ValueError(
+                    f"{self.argument}{name} has shape {shapes.get(name)}, and"
+                    f" split_layers was given {known.get(name)}. Pass a tree that the"
+                    " loss takes, as model.unstack returns it, or split the model"
+                    " again."
+                )
+        if jax.tree.structure(tree) != self.structure:
             raise ValueError(
-                f"{self.argument}{name} has shape {shapes.get(name)}, and split_layers"
-                f" was given {self.shapes.get(name)}. Pass a tree that the loss takes,"
-                " as model.unstack returns it, or split the model again."
-                if differ
-                else f"{self.argument} has other containers than split_layers was"
-                " given. Pass a tree as model.unstack returns it."
+                f"{self.argument} has other containers than split_layers was given."
+                " Pass a tree as model.unstack returns it."
             )
-        return leaves
+        return jax.tree.leaves(tree)
 
 
-def leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """The shapes of a tree's leaves, by path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+def _leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {keystr(path): tuple(x.shape) for path, x in leaves}
 
 
@@ -198,21 +196,15 @@ def _on_host(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) ->
     return stack
 
 
-def _read(x: Shaped) -> Shaped:
-    """Reads objects with `__array__` into NumPy arrays."""
-    known = Array, np.ndarray, jax.ShapeDtypeStruct
-    return x if isinstance(x, known) else np.asarray(x)
-
-
 def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
     """Stacks moments along a new leading axis, with zeros for layers without any."""
     first = next(x for x in leaves if x is not None)
-    empty = first
+    zeros = first
     if is_traced(first):
-        empty = jnp.zeros_like(first)
+        zeros = jnp.zeros_like(first)
     elif isinstance(first, Array) and any(x is None for x in leaves):
-        empty = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
-    return stack_leaves([empty if x is None else x for x in leaves])
+        zeros = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
+    return stack_leaves([zeros if x is None else x for x in leaves])
 
 
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
@@ -222,20 +214,18 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
     if isinstance(first, jax.ShapeDtypeStruct):
         stack = jax.eval_shape(make, *leaves)
         return stack.update(sharding=_sharding(first, axis))
-    if not any(isinstance(x, Array) for x in leaves):
-        if axis is not None:
-            return np.moveaxis(np.asarray(first), axis, 0)
-        stack = np.empty((len(leaves), *first.shape), first.dtype)
-        for n, x in enumerate(leaves):
-            stack[n] = np.asarray(x)  # one at a time: some are read lazily
-        return stack
-    if axis == 0:
+    if axis == 0 and isinstance(first, Array):
         return first
-    if any(on_host(x) for x in leaves):
+    in_jax = any(isinstance(x, Array) for x in leaves)
+    if not in_jax or any(on_host(x) for x in leaves):
         # In NumPy: XLA would compute in host memory, or fail.
-        return jax.device_put(
-            stack_leaves([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
-        )
+        if axis is None:
+            stack = np.empty((len(leaves), *first.shape), first.dtype)
+            for n, x in enumerate(leaves):
+                stack[n] = np.asarray(x)  # one at a time: some are read lazily
+        else:
+            stack = np.moveaxis(np.asarray(first), axis, 0)
+        return jax.device_put(stack, _sharding(first, axis)) if in_jax else stack
     # An uncommitted leaf may be placed on the ambient mesh, as in `jnp.stack`.
     sharding = _sharding(first, axis) if is_committed(first) else None
     return jax.jit(make, out_shardings=sharding)(*leaves)
@@ -247,10 +237,9 @@ def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = (*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec)))
-    spec = (
-        (None, *spec) if axis is None else (spec[axis], *spec[:axis], *spec[axis + 1 :])
-    )
-    return sharding.update(spec=PartitionSpec(*spec))
+    layers = None if axis is None else spec[axis]
+    rest = spec if axis is None else (*spec[:axis], *spec[axis + 1 :])
+    return sharding.update(spec=PartitionSpec(layers, *rest))
 
 
 def unstack_leaf(x: Shaped, count: int, axis: int | None = None) -> list[Shaped]:

@@ -73,7 +73,7 @@ class _Search:
         """
         numbered: dict[int, tuple[int, list[int]]] = {}
         inner: dict[Operand, Hashable] = {}
-        left = None if among is None else collections.Counter(among)
+        left = collections.Counter(among)
 
         def meanings(x: Operand) -> Sequence[Hashable]:
             aval = self.flat.aval(x)
@@ -88,20 +88,18 @@ class _Search:
 
         for n in eqns:
             eqn = self.flat.eqns[n]
-            types = tuple(self.flat.aval(x) for x in eqn.outputs)
+            types = tuple(map(self.flat.aval, eqn.outputs))
             choices = itertools.product(*map(meanings, eqn.inputs))
             for operands in itertools.islice(choices, _CHOICES):
                 key = eqn.primitive, eqn.params, operands, types
                 index = self.numbers.setdefault(key, len(self.numbers))
-                if left is not None:
-                    if not left[index]:
-                        continue
-                    left[index] -= 1
+                if among is not None and not left[index]:
+                    continue
+                left[index] -= 1
                 pairs = zip(eqn.inputs, operands, strict=True)
                 within = [x for x, how in pairs if inner.get(x) == how]
                 numbered[n] = index, used_values(within)
-                for k, x in enumerate(eqn.outputs):
-                    inner[x] = index, k
+                inner |= {x: (index, k) for k, x in enumerate(eqn.outputs)}
                 break
         return numbered
 
@@ -265,8 +263,7 @@ def _with_preceding(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     depends = cuts.depends
     flat, eqns = depends.flat, depends.flat.eqns
     users = collections.defaultdict[int, set[int]](set)
-    for x in used_values(flat.outputs):
-        users[x].add(depends.count)
+    users.update((x, {depends.count}) for x in used_values(flat.outputs))
     only: dict[int, int] = {}
     # Backward: the layers that need each equation, and the layer if it is the only one.
     for n in reversed(depends.live):
@@ -284,13 +281,13 @@ def _with_preceding(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
-        eqn, operands = eqns[n], eqns[n].numbers
-        grows = size(eqn.outputs) > max(_SMALL, size(operands))
+        results, operands = eqns[n].outputs, eqns[n].numbers
+        grows = size(results) > max(_SMALL, size(operands))
         grows = grows and not depends.is_learned(n)
         stages[n] = -1
         if n in only and (grows or n in repeated or not inner.isdisjoint(operands)):
             stages[n] = only[n]
-            inner.update(eqn.outputs)
+            inner.update(results)
     return stages
 
 

@@ -6,17 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from jax.core import ShapedArray
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.analysis.program import Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import dtype_and_shape, readable_bytes, table
 from paged_optax.splitting.assembly import Pieces
 from paged_optax.splitting.dependence import source_line
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-
-_LOGITS = (
-    "The logits are the largest: po.linear_cross_entropy(x, head, labels) in the loss"
-    " never materializes them."
-)
 
 
 def summary(loss: Loss, split: SplitLoss) -> str:
@@ -40,20 +35,14 @@ def summary(loss: Loss, split: SplitLoss) -> str:
         how = "frozen" if frozen else "with their gradients"
         words = f"{other.shown}, {other.length} layers, {how}"
         rows.append(("held whole", words, readable_bytes(other.nbytes(flat.avals))))
-    values, fixed = _activations(pieces, len(loss.leaves))
-    hints: list[str] = []
-    if values:
-        eqn, x = max(values, key=lambda pair: nbytes(flat.avals[pair[1]]))
-        place = re.split(r"[/\\]", source_line(eqn).split(", which")[0])[-1]
+    if values := _activations(pieces, len(loss.leaves)):
+        n = max(range(len(values)), key=lambda n: nbytes(flat.avals[values[n][1]]))
+        eqn, x = values[n]
+        line = source_line(eqn, (e for e, _ in values[n::-1]))
+        place = re.split(r"[/\\]", line.split(", which")[0])[-1]
         text = f"{_types([flat.avals[x]])} at {place}"
         rows.append(("largest activation outside", text, _size([flat.avals[x]])))
-        # Values computed from logits, such as exponentials, have the same size.
-        shape = lambda x: sorted(flat.shape(x))
-        large = [e for e, y in values if shape(y) == shape(x)]
-        products = [e for e in large if e.primitive.name == "dot_general"]
-        softmax = any(e.primitive.name == "exp" for e in large)
-        if softmax and any(not fixed.isdisjoint(e.numbers) for e in products):
-            hints.append(_LOGITS)
+    hints: list[str] = []
     for layers, error in split.refused:
         size = readable_bytes(layers.nbytes(flat.avals))
         hints.append(f"{layers.shown}, {size}, is not split: {error}")
@@ -62,23 +51,21 @@ def summary(loss: Loss, split: SplitLoss) -> str:
 
 def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
     """Yields rows of the layers' parameters and of all others, trained and frozen."""
-    avals, leaves = split.pieces.flat.avals, loss.leaves
-    stacked = {n for stack in split.layers.stacks.values() for n in stack.leaves}
-    count = len(split.pieces.kind_indices)
+    avals, count = split.pieces.flat.avals, len(split.pieces.kind_indices)
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
-        stacks = split.layers.stacks.items()
-        stacks = [x for (is_frozen, _), x in stacks if is_frozen == frozen]
+        stacks = [x for (part, _), x in split.layers.stacks.items() if part == frozen]
         if stacks:
             size = nbytes([avals[n] for stack in stacks for n in stack.leaves])
             text = f"{count} x {readable_bytes(size // count)}"
             yield f"{word}, of each layer", f"{len(stacks)} arrays", text
-        rest = [n for n, (is_frozen, _) in enumerate(leaves) if is_frozen == frozen]
-        rest = [n for n in rest if n not in stacked]
+        rest = {
+            "/".join(names): avals[n]
+            for n, (part, names) in enumerate(loss.leaves)
+            if part == frozen and n not in split.layers.leaves
+        }
         if rest:
-            names = ["/".join(leaves[n][1]) for n in rest]
-            size = _size(avals[n] for n in rest)
-            yield f"{word}, of no layer", _some(names, 3), size
+            yield f"{word}, of no layer", _some([*rest], 3), _size(rest.values())
 
 
 def _kinds(kind_indices: Sequence[int]) -> str:
@@ -94,17 +81,13 @@ def _kinds(kind_indices: Sequence[int]) -> str:
 
 def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, str]:
     """The type of a table's rows, and the bytes of all rows."""
-    operands = [table] if isinstance(table, (int, Constant)) else table
+    operands = [table] if isinstance(table, Operand) else table
     avals = [flat.avals[x] for x in operands if isinstance(x, int)]
-    if not avals:
-        return "a number of the program", "0 B"
-    return _types(avals[:1]), _size(avals)
+    return (_types(avals[:1]) or "a number of the program"), _size(avals)
 
 
-def _activations(
-    pieces: Pieces, parameters: int
-) -> tuple[list[tuple[Equation, int]], set[int]]:
-    """Values outside the layers that depend on the batch, and values that do not."""
+def _activations(pieces: Pieces, parameters: int) -> list[tuple[Equation, int]]:
+    """Values outside the layers that depend on the batch."""
     flat = pieces.flat
     fixed = {*range(parameters), *flat.constants}
     values: list[tuple[Equation, int]] = []
@@ -114,8 +97,8 @@ def _activations(
         if fixed.issuperset(eqn.numbers):
             fixed.update(eqn.outputs)
         else:
-            values += [(eqn, x) for x in eqn.outputs]
-    return [x for x in values if x[1] not in pieces.inside], fixed
+            values += [(eqn, x) for x in eqn.outputs if x not in pieces.inside]
+    return values
 
 
 def _size(avals: Iterable[ShapedArray]) -> str:

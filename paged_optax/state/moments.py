@@ -258,7 +258,11 @@ def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
 
 
 #: Computes a parameter's master from its half in the state, by the half's field.
-_MASTERS = {"master": current_master, "remainder": get_master}
+_MASTERS = {
+    "master": current_master,
+    "remainder": get_master,
+    "remainder_int8": get_master,
+}
 
 
 def master_weights(

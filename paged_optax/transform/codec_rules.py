@@ -30,7 +30,7 @@ _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 _SIGNED = frozenset("m m1 m2 mu trace".split())
 
 #: Names of master weights (see `precision`), which are no moments.
-_MASTERS = frozenset(["master", "remainder"])
+_MASTERS = frozenset(["master", "remainder", "remainder_int8"])
 
 
 def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:

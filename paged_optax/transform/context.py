@@ -14,7 +14,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -54,9 +53,6 @@ class Visitor:
 
 #: Traces the types of new states.
 TYPES = Visitor()
-
-#: Traces updates as if nothing were paged, with zeros for coded moments.
-UNPAGED = Visitor(update=operator.methodcaller("unpaged"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +127,7 @@ def _entered(context: TraceContext) -> Generator[None]:
         # Traced values and callbacks equal themselves alone. JAX's caches must not keep
         # them alive: a new object takes their place.
         alone = isinstance(x, Array)
-        if isinstance(x, Visitor) and x != UNPAGED:
+        if isinstance(x, Visitor):
             alone = x.init is not None or x.update is not None
         return object() if alone else x
 

@@ -51,7 +51,7 @@ from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import check_dtype, check_not_nested
-from paged_optax.transform.context import current, within
+from paged_optax.transform.context import current, known_shardings, within
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import MomentShards
 from paged_optax.transform.state_layout import StateLayout, resident
@@ -70,13 +70,12 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     if current().plain:
         return paged.inner.init(params)
     metadata = optimizer_shardings(params)
-    pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
-    shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
+    shardings = jax.tree.leaves(params), parameter_shardings(params)
     visitor = current().visitor
     # JAX's caches keep traces for each context, and must not depend on who receives
     # the new state.
     quiet = visitor and dataclasses.replace(visitor, init=None)
-    with within(shardings={**current().shardings, **shardings}, visitor=quiet):
+    with known_shardings(*shardings), within(visitor=quiet):
         bare = paged.in_variables_of(params), as_pure(params)
         visit = visitor and visitor.init
         state = donate_within_memory(_new_state(*bare, metadata, visit))
@@ -167,7 +166,8 @@ class NewState:
         ]
         closed, shapes = trace(paged.inner.init, params)
         check_effects(closed)
-        layout = paged.layout(params, shapes, shards)
+        settings = paged.rules, paged.per_parameter_steps
+        layout = StateLayout.create(shapes, shapes, params, shards, *settings)
         # Moments of a parameter stay or go as one, and so do moments of a stack.
         stack_of = dict(current().stacks)
         owners = [("stack", stack_of[x]) if x in stack_of else x for x in paths]
@@ -178,15 +178,15 @@ class NewState:
             layout.small(paged.min_paged_size),
         )
         refused: dict[int, str] = {}
-        host = all(stays) or resolve_host_memory_kind(paged.host_memory_kind)
-        if host not in (True, PINNED_HOST):
-            stays = [True] * len(stays)
-        if not all(stays):
+        kind = None if all(stays) else resolve_host_memory_kind(paged.host_memory_kind)
+        if kind == PINNED_HOST:
             check_backend()
             moving = (i for i, stay in enumerate(stays) if not stay)
             reasons = ((i, paged.refused(layout, i)) for i in moving)
             refused = {i: reason for i, reason in reasons if reason}
-        stays = [stay or i in refused for i, stay in enumerate(stays)]
+        stays = [
+            stay or i in refused or kind != PINNED_HOST for i, stay in enumerate(stays)
+        ]
         unowned = [None] * len(leaves), [None] * len(stays)
         analysis, constants = analyse(closed, *unowned, str)
         new = cls(paged, params, layout, places, stays, refused, analysis, constants)

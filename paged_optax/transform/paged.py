@@ -149,7 +149,7 @@ def paged(
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
     if device_budget is not None and device_budget != "auto":
-        device_budget = parse_bytes("device_budget", device_budget)
+        device_budget = parse_bytes("device_budget", device_budget, others=_AUTO)
     rules = check(codec)
     inner = paged_by_one(optax.with_extra_args_support(inner))
     if master_remainders not in (False, True, "int8"):
@@ -178,7 +178,7 @@ def paged(
         inner,
         None
         if page_size == DEFAULT_PAGE_SIZE
-        else parse_bytes("page_size", page_size, 1),
+        else parse_bytes("page_size", page_size, 1, _AUTO),
         device_budget,
         parse_bytes("min_paged_size", min_paged_size),
         host_memory_kind,
@@ -194,6 +194,8 @@ def paged(
         functools.partial(update, transformation, jitted),
     )
 
+
+_AUTO = "'auto', "  # of sizes that may be chosen
 
 _PAGING = tuple(
     param

@@ -108,7 +108,18 @@ class PagedTransformation:
             self.known.find(path, moment_of.get(i, x), x, gradient)
             for i, (path, x, gradient) in enumerate(pairs)
         ]
-        layout = self.layout(like, state, shards, param_indices)
+        shapes = state
+        if self.rules or self.per_parameter_steps:
+            # Coded moments, and a count for each parameter, hide the shapes of the
+            # state of `inner`. A new function each time: JAX caches traces as long as
+            # the function lives.
+            init = lambda params: self.inner.init(params)
+            shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, like))
+            param_indices = None
+        settings = self.rules, self.per_parameter_steps
+        layout = StateLayout.create(
+            shapes, state, like, shards, *settings, param_indices
+        )
         try:
             return layout, layout.take_apart(state)
         except OtherLayoutError:
@@ -116,38 +127,6 @@ class PagedTransformation:
         except ValueError as error:
             check_state_structure(self.inner, like, state, error)
             raise
-
-    def layout(
-        self,
-        params: PyTree,
-        state: PyTree,
-        shards: Sequence[Shards | None],
-        param_indices: Sequence[int | None] | None = None,
-    ) -> StateLayout:
-        """Returns the layout of a state of `inner`, or of a state that `init` made.
-
-        `shards` has the shards of each parameter's moments, and `param_indices` the
-        parameter of each of the state's arrays; None to compute them.
-        """
-        shapes = state
-        if self.rules or self.per_parameter_steps:
-            # Coded moments, and a count for each parameter, hide the shapes of the
-            # state of `inner`. A new function each time: JAX caches traces as long as
-            # the function lives.
-            init = lambda params: self.inner.init(params)
-            shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
-            param_indices = None
-        if param_indices is None:
-            param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
-        return StateLayout.create(
-            shapes,
-            state,
-            params,
-            param_indices,
-            shards,
-            self.rules,
-            per_parameter_steps=self.per_parameter_steps,
-        )
 
     def geometry(
         self,

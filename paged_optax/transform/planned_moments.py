@@ -111,7 +111,9 @@ def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
         for x, place in zip(leaves, places, strict=True)
     ]
     mesh = next((x.mesh for x in places if x is not None), None)
-    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if isinstance(mesh, AbstractMesh):
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         yield structure.unflatten(typed)
 
 
@@ -186,6 +188,9 @@ def _geometry(
     layout, stays, parameters = state.layout, state.stays, jax.tree.leaves(state.params)
     first, leaves, platform = len(parameters), layout.leaves, memory.platform()
     groups: list[list[tuple[LeafUpdate, Shards | None]]] = []
+    # The mesh may be fictitious: leaves on the device are not constrained to it.
+    whole = tuple(dataclasses.replace(x, shards=None) for x in leaves)
+    layout = dataclasses.replace(layout, leaves=whole)
 
     def group(stored: list[StoredOrShape], *others: Sequence[Value]) -> None:
         gradients, *remaining = others

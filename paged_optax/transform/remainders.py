@@ -3,6 +3,7 @@
 An Optax transformation around another, independent of paging.
 """
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -22,9 +23,19 @@ _LOWEST = np.int32(-(2**31))
 class MasterRemaindersState(NamedTuple):
     """The state of `with_master_remainders`."""
 
-    # For each bfloat16 parameter the distance to its master copy, in int16 or int8;
+    # For each bfloat16 parameter the distance to its master copy, in int16;
     # `optax.MaskedNode` for others, which are their own masters.
     remainder: PyTree
+    inner_state: optax.OptState
+
+
+class MasterRemaindersInt8State(NamedTuple):
+    """The state of `with_master_remainders` in 8 bits.
+
+    Its field has another name, because a restore would cast int8 to int16 or back.
+    """
+
+    remainder_int8: PyTree  # of matrices in int8, of vectors in int16
     inner_state: optax.OptState
 
 
@@ -64,8 +75,11 @@ def with_master_remainders(
       Cluster Architectures <https://arxiv.org/abs/2005.04680>`_, 2020, which splits a
       float32 number in two; NVIDIA Apex calls it `store_param_remainders`.
     """
+    in_int8 = jnp.dtype(dtype) == jnp.int8
+    kind = MasterRemaindersInt8State if in_int8 else MasterRemaindersState
+    get = operator.attrgetter(kind._fields[0])
 
-    def init(params: optax.Params) -> MasterRemaindersState:
+    def init(params: optax.Params) -> PyTree:
         def zeros(p: Array) -> Array | optax.MaskedNode:
             if p.dtype == jnp.bfloat16:
                 # Vectors are small, and scales of norms are large beside their steps.
@@ -79,7 +93,7 @@ def with_master_remainders(
             return optax.MaskedNode()
 
         masters = wider(params, jnp.float32)
-        return MasterRemaindersState(jax.tree.map(zeros, params), inner.init(masters))
+        return kind(jax.tree.map(zeros, params), inner.init(masters))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -89,7 +103,8 @@ def with_master_remainders(
                 "master_remainders needs the parameters: call"
                 " update(updates, state, params)."
             )
-        masters = jax.tree.map(get_master, params, state.remainder)
+        remainders = get(state)
+        masters = jax.tree.map(get_master, params, remainders)
         changed, inner_state = inner.update(
             wider(updates, jnp.float32), state.inner_state, masters, **extra_args
         )
@@ -106,10 +121,10 @@ def with_master_remainders(
             new = rounded(_wide(p) + _wide(moved), p.dtype)
             return _between(new, m + u.astype(m.dtype), r.dtype)
 
-        trees = params, masters, changed, state.remainder
+        trees = params, masters, changed, remainders
         moved = jax.tree.map(difference, *trees)
         kept = jax.tree.map(remainder, *trees, moved)
-        return moved, MasterRemaindersState(kept, inner_state)
+        return moved, kind(kept, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -42,7 +42,12 @@ from paged_optax.codecs import (
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.codec_rules import Rule, choose, coded_moments
 from paged_optax.transform.context import current
-from paged_optax.transform.trees import Parameter, StoredOrShape, leaf_paths
+from paged_optax.transform.trees import (
+    Parameter,
+    StoredOrShape,
+    leaf_paths,
+    parameter_of,
+)
 
 
 class OtherLayoutError(ValueError):
@@ -139,26 +144,29 @@ class StateLayout:
         shapes: PyTree[ArrayOrShape],
         state: PyTree,
         params: PyTree,
-        param_indices: Sequence[int | None],
         parameter_shards: Sequence[Shards | None],
         rules: Mapping[str, Rule],
-        *,
         per_parameter_steps: bool,
+        param_indices: Sequence[int | None] | None = None,
     ) -> "StateLayout":
         """Returns the layout of `state`, given the shapes of the transformation's own.
 
+        `param_indices` has the parameter of each of the shapes; None to compute them.
         Within a `jax.shard_map`, and in a layer of a stack, moments are parts of larger
         ones. Whether and how a part is coded depends on the whole moment: the arrays of
         the state show it.
         """
         avals, structure = jax.tree.flatten(shapes)
         parameters, parameter_structure = jax.tree.flatten(params)
+        if param_indices is None:
+            param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
         parts = _encoded_parts(avals, structure, state) if rules else {}
         coded = coded_moments(rules, shapes, params, param_indices)
         codecs = choose(coded, parts)
 
-        def leaf(index: int) -> StoredLeaf:
-            param_index, x, codec = param_indices[index], avals[index], codecs[index]
+        def leaf(
+            index: int, x: ArrayOrShape, param_index: int | None, codec: Codec | None
+        ) -> StoredLeaf:
             shards = None
             # Moments of other shapes, such as factored ones, are undivided.
             if param_index is not None and x.shape == parameters[param_index].shape:
@@ -172,7 +180,7 @@ class StateLayout:
                     codec = _arranged_like(parts[index], base, x.shape) or codec
             return StoredLeaf(shape_dtype(x), param_index, shards, codec)
 
-        leaves = tuple(map(leaf, range(len(avals))))
+        leaves = tuple(map(leaf, range(len(avals)), avals, param_indices, codecs))
         own_counts = per_parameter_steps and parameters
         is_own = lambda x: own_counts and not x.ndim and counts_steps(x.dtype)
         counts = tuple(i for i, x in enumerate(avals) if is_own(x))

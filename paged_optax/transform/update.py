@@ -67,16 +67,6 @@ class PendingUpdate:
     layout: StateLayout
     leaves: list[StoredOrShape]  # the state's, as they are stored
 
-    def unpaged(self) -> tuple[PyTree, PyTree]:
-        """Updates as if nothing were paged, with zeros for coded moments."""
-        zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-        state = jax.tree.map(
-            lambda x: zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x,
-            self.layout.seen(self.leaves),
-        )
-        update = self.paged.inner.update
-        return update(self.gradients, state, self.params, **self.extra_args)
-
     def moved(self) -> str:
         """Returns the warning text for moments that left the host, or ""."""
         return self.paged.moved(self.layout, self.leaves)

@@ -27,10 +27,9 @@ from paged_optax.codecs import (
     DynamicInt8,
     Float8E4M3,
     Quantized,
-    arranged,
     named,
 )
-from paged_optax.codecs.dynamic_int4 import linear_map
+from paged_optax.codecs.dynamic_int4 import int4_map
 from paged_optax.codecs.dynamic_int8 import _few_digits, dynamic_map
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
@@ -96,7 +95,7 @@ def test_int8_decodes_the_map(signed, platform):
 def test_int4_decodes_the_map(signed, platform):
     codes = jnp.arange(16, dtype=jnp.uint8)
     stored = Quantized(codes, jnp.array([0.3], jnp.float32))
-    numbers = dynamic_map(True, decades=3) if signed else linear_map()
+    numbers = int4_map(signed)
     decoded = decode(DynamicInt4(signed), stored, (16,))
     np.testing.assert_array_equal(decoded, numbers * np.float32(0.3))
 
@@ -218,21 +217,6 @@ def test_fused_with_an_update(codec):
 
     again, moment = update(stored, x)
     assert_same(again, encode(codec, moment))
-
-
-def test_bytes_a_value():
-    size = 2**16
-    expected = {
-        "bfloat16": 2,
-        "bfloat16_stochastic": 2,
-        "dynamic_int8": 1 + 4 / 256,
-        "dynamic_int4": 0.5 + 4 / 128,
-        "float8_e4m3": 1 + 4 / 256,
-    }
-    for name, wanted in expected.items():
-        codec, shape = named(name, signed=True), (2**8, 2**8)
-        stored = jax.tree.leaves(arranged(codec, shape).stored(shape))
-        assert sum(x.size * x.dtype.itemsize for x in stored) / size == wanted
 
 
 @pytest.mark.parametrize(

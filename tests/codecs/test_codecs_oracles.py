@@ -24,7 +24,7 @@ from helpers.coding import (
     sample,
 )
 from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3
-from paged_optax.codecs.dynamic_int4 import linear_map
+from paged_optax.codecs.dynamic_int4 import int4_map
 from paged_optax.codecs.dynamic_int8 import dynamic_map
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
@@ -50,7 +50,7 @@ def golden(codec, kind, name):
 def test_maps(signed):
     kind = "signed" if signed else "unsigned"
     np.testing.assert_array_equal(dynamic_map(signed), GOLDEN[f"map8/{kind}"])
-    four_bits = dynamic_map(True, decades=3) if signed else linear_map()
+    four_bits = int4_map(signed)
     np.testing.assert_array_equal(four_bits, GOLDEN[f"map4/{kind}"])
     assert dynamic_map(signed).dtype == four_bits.dtype == np.float32
 

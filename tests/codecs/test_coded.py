@@ -73,9 +73,12 @@ def test_memory_kinds_and_dtypes(codec):
     [
         ({"codec": "dynamic_int8"}, 2.03125),
         ({"codec": "dynamic_int4"}, 1.0625),
+        ({"codec": "float8_e4m3"}, 2.03125),
+        ({"codec": "bfloat16"}, 4),
+        ({"codec": "bfloat16_stochastic"}, 4),
         ({"codec": "dynamic_int8", "master_dtype": "float32"}, 6.03125),
     ],
-    ids=["8-bit", "4-bit", "master + 8-bit"],
+    ids=["8-bit", "4-bit", "fp8", "bfloat16", "stochastic", "master + 8-bit"],
 )
 def test_bytes_a_parameter(settings, wanted):
     """Host bytes a parameter of AdamW."""

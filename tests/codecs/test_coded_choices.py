@@ -91,40 +91,6 @@ def test_squares_of_ones_own(codec):
             po.paged(energies(), codec=rules).init(params)
 
 
-@pytest.mark.parametrize(
-    ("codec", "words"),
-    [
-        ("int8", ("'int8'", "dynamic_int8")),
-        ({"mu": DynamicInt8(signed=False)}, ("'mu'", "use a signed one.")),
-        ({"numu": "bfloat16"}, ("'numu'", "mu, nu", "(w,")),
-        (DynamicInt8(signed=False), ("signed=False", "'mu'")),
-        (3, ("codec=3",)),
-    ],
-    ids=str,
-)
-def test_bad_codecs(codec, words):
-    """A codec unknown, or unfit for a moment, is refused by name."""
-    with pytest.raises(ValueError) as error:
-        po.paged_adamw(1e-3, codec=codec).init({"w": jnp.ones((64, 128))})
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_mu_dtype_is_refused():
-    """A codec says how moments are stored, and mu_dtype too: one too many."""
-    tx = po.paged_adamw(1e-3, mu_dtype=jnp.bfloat16, codec="dynamic_int8")
-    with pytest.raises(ValueError, match="mu_dtype"):
-        tx.init({"w": jnp.ones((64, 128))})
-
-
-def test_another_codecs_state():
-    """A state of float32 moments is no state of coded ones."""
-    params = {"w": jnp.ones((64, 128))}
-    state = po.paged_adamw(1e-3).init(params)
-    with pytest.raises(ValueError, match="DynamicInt8"):
-        po.paged_adamw_8bit(1e-3).update(params, state, params)
-
-
 @pytest.mark.quick("(64, 512)")
 @pytest.mark.parametrize(
     ("stored", "read"),

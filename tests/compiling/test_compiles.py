@@ -269,26 +269,6 @@ def test_update_compiles_once(number, alias):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
-@pytest.mark.parametrize("donated", [(), (0, 1)])
-def test_nnx_step_compiles_once(codec, donated):
-    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    tx = po.paged_adamw(1e-2, codec=codec, **SMALL_PAGES)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    model, optimizer = committed((model, optimizer))
-
-    def step(model, optimizer, x):
-        loss = lambda model: jnp.mean(model(x) ** 2)
-        optimizer.update(model, nnx.grad(loss)(model))
-
-    step = nnx.jit(step, donate_argnums=donated)
-    for number in range(3):
-        step(model, optimizer, arrays(seed=number, shapes=SHAPES)["w"])
-    assert step.jitted_fn._cache_size() == 1
-    moments = jax.tree.leaves(optimizer.opt_state[0].mu)
-    assert all(map(on_host, moments))
-
-
 def test_a_state_without_moments_is_committed():
     """As its parameters are: a plain step then compiles once, with noise as without."""
     params = committed({"w": jnp.ones((8, 16))})

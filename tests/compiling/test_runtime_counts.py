@@ -62,36 +62,12 @@ def computing(turns):
 
 
 @pytest.mark.compiler
-def test_a_kernel_a_turn():
-    few, more = counts(computing(7)), counts(computing(9))
-    assert (few.loop_turns, more.loop_turns) == (7, 9)
-    assert more.kernels - few.kernels == 2 * 2
-    rest = {"loop_turns": 9, "kernels": more.kernels}
-    assert dataclasses.replace(few, **rest) == more
-    assert few.host_syncs == few.transfer_bytes == few.zero_copy_bytes == 0
-
-
-@pytest.mark.compiler
 def test_a_page_a_turn():
     found = counts(stream(7))
     assert (found.transfers_up, found.transfers_down) == (7, 7)
     assert found.transfer_bytes == 2 * 7 * PAGE
     assert found.loop_turns == 7
     assert found.zero_copy_up == found.zero_copy_down == found.host_syncs == 0
-
-
-@pytest.mark.compiler
-def test_loops_in_loops():
-    """Three times five turns, and three."""
-
-    def step(x, pages, n, up, down):
-        inner = lambda i, carried: stream(5)(*carried, n, up, down)
-        return jax.lax.fori_loop(0, 3, inner, (x, pages))
-
-    found = counts(step)
-    assert found.loop_turns == 3 * 5 + 3
-    assert (found.transfers_up, found.transfers_down) == (15, 15)
-    assert found.transfer_bytes == 2 * 15 * PAGE
 
 
 @pytest.mark.compiler

@@ -138,20 +138,6 @@ def test_on_a_mesh_a_donated_argument_that_nothing_reads(old):
     np.testing.assert_array_equal(found, np.full((256, 512), 2.0))
 
 
-def test_a_flag_that_nothing_reads_is_donated():
-    """As `last_finite` of `optax.apply_if_finite`."""
-    step = po.jit_step(
-        lambda p, flag: (2 * p, jnp.isfinite(p).all()),
-        params := jnp.ones((256, 256)),
-        flag := jnp.array(True),
-        donate_argnums=(0, 1),
-    )
-    _, finite = step(params, flag)
-    assert finite
-    assert params.is_deleted()
-    assert flag.is_deleted()
-
-
 def test_an_argument_that_nothing_reads_may_be_anywhere():
     """On one device and on several, committed or not."""
     mesh = jax.make_mesh((8,), ("data",))
@@ -177,9 +163,10 @@ def test_an_argument_that_nothing_reads_may_be_anywhere():
         lambda: jnp.ones(5, jnp.float8_e4m3fn),
         lambda: jnp.ones((2, 3), jnp.complex64),
         lambda: jax.random.key(0),
+        lambda: jnp.array(True),
         lambda: jax.device_put(jnp.ones((8, 128)), jax.memory.Space.Host),
     ],
-    ids=["int4", "float8", "complex", "key", "host"],
+    ids=["int4", "float8", "complex", "key", "flag", "host"],
 )
 def test_what_nothing_reads_may_be_of_any_kind(make):
     """A barrier takes them all, and their buffers are reused."""

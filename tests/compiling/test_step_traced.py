@@ -130,15 +130,6 @@ def test_ordered_effects(capsys):
         po.jit_step(lost, jnp.ones(5), jnp.ones(6), donate_argnums=(0, 1))
 
 
-def test_a_refused_donation_is_refused_again():
-    step = po.jit_step(lambda x: x[:2], donate_argnums=0)
-    for _ in range(3):
-        x = jnp.ones(4)
-        with pytest.raises(po.DonationError):
-            step(x)
-        assert not x.is_deleted()
-
-
 def test_first_arguments_that_are_not_committed_compile_once():
     """A state on the host is committed, and so are a step's results."""
     compiled = []

@@ -15,6 +15,7 @@ from helpers import aot
 from helpers.programs import (
     COMPILERS,
     MIB,
+    assert_addresses,
     assert_in_place,
     leaf_shapes,
     llama,
@@ -77,19 +78,6 @@ def test_scratch_is_flat_in_leaves_on_h200(many):
     )
     # Beside the pages, what loops count: at most 8 KiB a leaf.
     assert large - few <= (many - 16) * 8 * 2**10
-
-
-@pytest.mark.slow
-def test_scratch_grows_only_by_what_libtpu_keeps_per_copy_on_v5e():
-    """XLA:TPU reserves about 52 KiB of scratch for every asynchronous copy it emits.
-
-    (libtpu 0.0.52; 40 KiB in 0.0.51.) Six a leaf here, whatever a page's size: no page
-    is among what grows.
-    """
-    tx = po.paged_adamw(1e-3, page_size="8MiB")
-    few, many = (aot.v5e(updating(tx, square(n))).device_temp for n in (16, 64))
-    assert few <= 48 * MIB
-    assert (many - few) / 48 <= 6 * 54 * 2**10
 
 
 @pytest.mark.quick("shape0", "shape1-h200")
@@ -219,27 +207,9 @@ def test_addresses(shape, page_size):
     variable alone (openxla/xla#46308).
     """
     leaves = 3
-    report = aot.h200(
-        updating(po.paged_adamw(1e-3, page_size=page_size), square(leaves, shape))
-    )
-    pages = cut(shape, (MomentFormat(4),), int(page_size[0]) * MIB).gpu
-    page_bytes = 4 * pages.entries
-    found = aot.descriptors(report.hlo)
-    first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
-    places = {(kind, start, step) for kind, _, start, step in found}
-    assert places == {
-        ("read", first, page_bytes),
-        ("write", 0, page_bytes),
-        *aot.ends(pages, page_bytes),
-    }
-    loops = 1 if GPU_NEEDS_RAW_INDEX else 2
-    by_kind = {kind: 0 for kind in ("read", "write")}
-    for (kind, sizes, _, step), count in found.items():
-        by_kind[kind] += count
-        if kind == "read":
-            extents = [int(x) for x in sizes.split(",")]
-            assert 4 * jnp.prod(jnp.array(extents)) == step
-    assert by_kind == {"read": 2 * loops * leaves, "write": 2 * loops * leaves}
+    tx = po.paged_adamw(1e-3, page_size=page_size)
+    report = aot.h200(updating(tx, square(leaves, shape)))
+    assert_addresses(report, shape, int(page_size[0]) * MIB, leaves)
 
 
 def test_addresses_of_init():

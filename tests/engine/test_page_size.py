@@ -222,26 +222,10 @@ def test_bitsandbytes_round_trip(shape):
     jax.tree.map(np.testing.assert_array_equal, moments(again), moments(state))
 
 
-def test_codes_of_several_shapes_ask_for_the_parameters():
-    params = {"w": jnp.ones((300, 300))}
-    state = po.paged_adamw_8bit(1e-3).init(params)
-    with pytest.raises(ValueError, match=r"pass to_bitsandbytes\(state, params\)"):
-        po.to_bitsandbytes(state)
-
-
 def test_rows_longer_than_a_page_are_flat():
     pages = cut((7, 1000003), (MomentFormat(4),), 2**20).gpu
     assert pages.view == (7 * 1000003,)
     assert pages.entries * 4 <= 2**20
-
-
-def test_more_values_than_32_bits_count():
-    """A leaf of 2.4e9 values is cut by rows."""
-    for codec in (None, arranged(named("dynamic_int8", True), (300000, 8192))):
-        for platform in ("gpu", "tpu"):
-            pages = cut((300000, 8192), (MomentFormat(4, codec),), 2**24).on(platform)
-            assert pages.view == (300000, 8192)
-            assert 0 < pages.size < 300000
 
 
 def test_what_a_tpu_cannot_slice_is_refused_by_name():

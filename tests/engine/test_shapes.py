@@ -70,12 +70,6 @@ def test_ways_to_write_a_name(written, name):
     assert po.model_shapes(written) == po.model_shapes(name)
 
 
-@pytest.mark.parametrize("name", ["llama9", "8", "8GB", "", "1M", "9e99"])
-def test_no_such_model(name):
-    with pytest.raises(ValueError, match="8B.*llama3-8b|pass 40M to 100T"):
-        po.model_shapes(name)
-
-
 def nnx_model():
     return nnx.Linear(64, 32, rngs=nnx.Rngs(0))
 
@@ -109,14 +103,6 @@ def test_other_functions():
 
 def test_nothing_is_allocated():
     assert count(module_shapes("models_of_mine:huge_model")) > 2**40
-
-
-@pytest.mark.parametrize(
-    "name", ["models_of_mine", "models_of_mine:missing", "no_such_module:make"]
-)
-def test_no_such_module(name):
-    with pytest.raises(ValueError, match=f"--module '{name}' failed.*package.module:"):
-        module_shapes(name)
 
 
 ARRAYS = {
@@ -156,44 +142,14 @@ def test_bfloat16(tmp_path):
     assert checkpoint_shapes(path)["w"].dtype == jnp.bfloat16
 
 
-#: From the repositories of these models.
-CONFIGS = {
-    "llama3-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "head_dim": 128,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 151936,
-    },
-}
+LLAMA3 = json.loads(
+    (pathlib.Path(__file__).parents[1] / "data/configs.json").read_text()
+)["llama3-8b"]
 
 
 def written(path, **fields):
     path.write_text(json.dumps(fields))
     return path
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_config_of_hugging_face(name, tmp_path):
-    path = written(tmp_path / "config.json", **CONFIGS[name])
-    assert checkpoint_shapes(path) == po.model_shapes(name)
-    assert checkpoint_shapes(tmp_path) == po.model_shapes(name)
 
 
 def test_a_header_is_enough(file):
@@ -253,7 +209,7 @@ def test_files_of_the_model(file):
     ids=str,
 )
 def test_a_config_that_is_not_usable(field, value, tmp_path):
-    path = written(tmp_path / "config.json", **CONFIGS["llama3-8b"] | {field: value})
+    path = written(tmp_path / "config.json", **LLAMA3 | {field: value})
     with pytest.raises(ValueError, match=f"config.json': field '{field}' is"):
         checkpoint_shapes(path)
 
@@ -275,14 +231,3 @@ def test_orbax(tmp_path, inside):
         checkpointer.save(tmp_path / "saved", saved)
     (found,) = jax.tree.leaves(checkpoint_shapes(tmp_path / "saved"))
     assert (found.shape, found.dtype) == ((8, 4), jnp.bfloat16)
-
-
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read: it is no file"):
-        checkpoint_shapes(tmp_path / "missing")
-    with pytest.raises(ValueError, match="no Orbax checkpoint"):
-        checkpoint_shapes(tmp_path)
-    path = pathlib.Path(tmp_path / "text.safetensors")
-    path.write_text("no header at all, but text")
-    with pytest.raises(ValueError, match="holds no JSON"):
-        checkpoint_shapes(path)

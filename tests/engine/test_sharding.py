@@ -145,22 +145,6 @@ def test_each_part_draws_its_own_noise(steps):
     assert min(differ) > 0.1
 
 
-@pytest.mark.slow
-def test_blocks_end_with_a_shard():
-    """Rows of half a block: the layout shows in the scales' shape, and is checked."""
-    mesh = mesh_of()
-    place = NamedSharding(mesh, P(None, ("x", "y")))
-    params = {"w": jax.device_put(jnp.ones((64, 1024)), place)}
-    tx = po.paged_adamw_8bit(1e-2, **PAGED)
-    whole = po.paged_adamw_8bit(1e-2, **PAGED).init({"w": jnp.ones((64, 1024))})
-    _, state = train(tx, params, params)
-    scales = optax.tree.get(state, "mu")["w"].scales
-    assert scales.shape == (8, 64 * 128 // 256)
-    assert scales.sharding.spec == P(("x", "y"))
-    with pytest.raises(ValueError, match="divided as they were"):
-        tx.update(params, whole, params)
-
-
 @pytest.mark.parametrize(
     "given", ["shardings", "specs", "init", "state", "abstract_state", "place_state"]
 )
@@ -184,52 +168,6 @@ def test_sources(given):
             state = po.place_state(tx, jax.device_get(other), params)
         compiled = jax.jit(tx.update).lower(params, state, params).compile()
     assert not po.memory_report(compiled).unsharded
-
-
-def test_sources_that_differ():
-    """The last place of a state wins; a second `init` that differs is refused."""
-    mesh = mesh_of()
-    shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    rows, columns = (
-        {"w": jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, spec))}
-        for spec in (P("x"), P(None, "y"))
-    )
-    tx = po.paged_adamw(1e-2, **PAGED)
-    state = tx.init(rows)
-    po.abstract_state(tx, shapes)
-    po.plan(tx, columns)
-    tx.init(rows)
-    with pytest.raises(ValueError, match=r"\['w'\] .*P\(None, 'y'\).*P\('x',\)"):
-        tx.init(columns)
-    state = po.place_state(tx, state, columns)
-    update = lambda *args: tx.update(*args)
-    compiled = jax.jit(update).lower(columns, state, columns).compile()
-    assert not po.memory_report(compiled).unsharded
-    assert "all-gather" not in compiled.as_text()
-    with pytest.raises(ValueError, match=r"\['w'\] .*P\('x',\).*P\(None, 'y'\)"):
-        tx.init(rows)
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_other_devices(devices):
-    """A state that is put on fewer devices is updated there, by a function anew."""
-    mesh, fewer = mesh_of(), jax.make_mesh((devices,), ("z",), (AxisType.Auto,))
-    params = {"w": jnp.linspace(0, 1, 64 * 64).reshape(64, 64)}
-    on = lambda mesh, spec: jax.device_put(params, NamedSharding(mesh, spec))
-    tx = po.paged_adamw(1e-2, **PAGED)
-    before, after = on(mesh, P("x")), on(fewer, P("z"))
-    if devices == 1:
-        after = jax.device_put(params, jax.devices()[3])
-    step = lambda params, state: jax.jit(lambda *x: tx.update(*x))(
-        params, state, params
-    )
-    _, state = step(before, tx.init(before))
-    _, wanted = step(before, state)
-    state = po.place_state(tx, jax.device_get(state), after)
-    _, found = step(after, state)
-    reference.assert_equal(jax.device_get(found), jax.device_get(wanted))
-    assert found[0].mu["w"].sharding.memory_kind == "pinned_host"
-    assert len(found[0].mu["w"].sharding.device_set) == devices
 
 
 def test_fallback_is_reported():
@@ -384,25 +322,6 @@ def test_bad_shardings():
     ]:
         with pytest.raises(ValueError, match=words):
             po.paged_adamw(1e-2, shardings=shardings).init(params)
-
-
-@pytest.mark.parametrize("way", ["device_put", "jit"])
-def test_moved_state_is_reported(way):
-    """A state that lost its memory kind is told of at the next update."""
-    params = {"w": jnp.ones((512, 512)), "v": jnp.ones((512, 512))}
-    tx = po.paged_adamw(1e-2)
-    state = tx.init(params)
-    if way == "device_put":
-        state = jax.device_put(state, jax.memory.Space.Device)
-    else:
-        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        state = jax.jit(
-            lambda s: jax.device_put(s, jax.memory.Space.Device), out_shardings=place
-        )(state)
-    with pytest.warns(UserWarning, match=r"4 moments of 4.0 MiB are in device memory"):
-        tx.update(params, state, params)
-    with pytest.warns(UserWarning, match=r"device_budget=None"):
-        jax.jit(tx.update).lower(params, state, params)
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["out_shardings", "shardings"])

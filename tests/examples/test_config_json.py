@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -14,92 +15,9 @@ from paged_optax.cli import main
 from paged_optax.planning.checkpoint import checkpoint_shapes
 
 #: From the repositories of these models: what is absent there is absent here.
-CONFIGS = {
-    "gemma-2b": {
-        "architectures": ["GemmaForCausalLM"],
-        "head_dim": 256,
-        "hidden_act": "gelu",
-        "hidden_size": 2048,
-        "intermediate_size": 16384,
-        "model_type": "gemma",
-        "num_attention_heads": 8,
-        "num_hidden_layers": 18,
-        "num_key_value_heads": 1,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 256000,
-    },
-    "gemma2-27b": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "head_dim": 128,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 4608,
-        "intermediate_size": 36864,
-        "model_type": "gemma2",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 46,
-        "num_key_value_heads": 16,
-        "query_pre_attn_scalar": 144,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 256000,
-    },
-    "gemma3-1b": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "model_type": "gemma3_text",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 1,
-        "sliding_window": 512,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 262144,
-    },
-    "mistral-7b-v0.3": {
-        "architectures": ["MistralForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 32768,
-    },
-    "qwen2.5-7b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "model_type": "qwen2",
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
-        "vocab_size": 152064,
-    },
-    "gemma-3-4b-it": {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "mm_tokens_per_image": 256,
-        "model_type": "gemma3",
-        "text_config": {
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 34,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-            "sliding_window": 1024,
-        },
-        "torch_dtype": "bfloat16",
-        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
-    },
-}
+CONFIGS = json.loads(
+    (pathlib.Path(__file__).parents[1] / "data/configs.json").read_text()
+)
 #: Small, and of many heads: as many as any class takes for those of keys.
 TINY = {
     "hidden_size": 96,
@@ -127,8 +45,9 @@ def read(tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_as_by_name(name, read):
-    assert read(CONFIGS[name]) == po.model_shapes(name)
+def test_as_by_name(name, read, tmp_path):
+    wanted = po.model_shapes(name)
+    assert read(CONFIGS[name]) == checkpoint_shapes(tmp_path / "config.json") == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """One process of two that are built differently, in one way after the other.
 
-python tests/helpers/disagreeing.py NUMBER PROCESSES PORT FOLDER _
+python tests/helpers/disagreeing.py NUMBER PROCESSES PORT FOLDER
 
 It writes, for each way, what error the first update raised.
 """
@@ -108,7 +108,7 @@ WAYS = {
 
 
 def main():
-    number, count, port, folder, _ = sys.argv[1:]
+    number, count, port, folder = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", int(count), int(number))
     found = {}
     for way, both in WAYS.items():

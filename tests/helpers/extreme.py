@@ -1,11 +1,9 @@
 """Gradients at the ends of the floats, paged and by plain Optax.
 
 Each stream of gradients is a leaf of one tree, so that one program computes all of
-them. `python tests/helpers/extreme.py` prints, for each codec, how far what it stores
-is from the exact next moment, over its stated bound, and how large updates become.
+them.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -191,27 +189,3 @@ def _over_bound(codec: str, field: str, found: Any, wanted: Any) -> float:
     # Below the least normal float32 nothing is exact.
     scale = np.maximum(scale, LEAST.get(codec, np.finfo(np.float32).tiny))
     return float(np.max(np.abs(found - wanted) / scale) / bound)
-
-
-@functools.cache
-def table_of(alias: str) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
-    return {codec: compare_codec(alias, codec) for codec in BOUNDS}
-
-
-def main() -> None:
-    """Prints the tables."""
-    from paged_optax.backend.text import table
-
-    for alias in ("paged_adamw", "paged_lion"):
-        found = table_of(alias)
-        for part, title in enumerate(("error / bound", "largest update / Optax's")):
-            rows = [
-                (codec, *(f"{x:.2f}" for x in both[part].values()))
-                for codec, both in found.items()
-            ]
-            print(table((f"{alias}: {title}", *FINITE), rows))
-            print()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,8 @@
 """Updates of real sizes, as programs for the accelerator compilers."""
 
+import collections
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +11,7 @@ import pytest
 from helpers import aot
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
+from paged_optax.engine.sharing import MomentFormat, cut
 from paged_optax.transform.context import TYPES, within
 
 MIB = 2**20
@@ -163,3 +167,21 @@ def assert_in_place(report):
     assert report.host_aliased == report.host_outputs == report.host_arguments
     # XLA counts the table of output pointers among the outputs: 8 bytes each.
     assert 0 <= report.device_outputs - report.device_aliased < 2**16
+
+
+def assert_addresses(report, shape, page_size, leaves):
+    """Each transfer of an H200's update of leaves by Adam covers exactly its page."""
+    pages = cut(shape, (MomentFormat(4),), page_size).gpu
+    page_bytes, found = 4 * pages.entries, aot.descriptors(report.hlo)
+    first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
+    assert {(kind, start, step) for kind, _, start, step in found} == {
+        ("read", first, page_bytes),
+        ("write", 0, page_bytes),
+        *aot.ends(pages, page_bytes),
+    }
+    by_kind = collections.Counter()
+    for (kind, sizes, _, step), count in found.items():
+        by_kind[kind] += count
+        assert kind == "write" or 4 * math.prod(map(int, sizes.split(","))) == step
+    each = 2 * (1 if GPU_NEEDS_RAW_INDEX else 2) * leaves
+    assert by_kind == {"read": each, "write": each}

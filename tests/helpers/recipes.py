@@ -1,12 +1,14 @@
 """Recipes of random transformations, as many as you like, and what each comes to."""
 
+import argparse
 import collections
 import json
+import math
 import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from helpers import apart, fuzz
@@ -271,3 +273,41 @@ def outcomes(
     for _ in range(workers):
         while (one := done.get()) is not None:
             yield one
+
+
+def compared(
+    doc: str | None,
+    draw: Callable[[int, int], list[str]],
+    count: Callable[[list[str]], dict[str, dict[str, int]]],
+    differs: Callable[[str, Any], bool],
+    *process: str,
+) -> tuple[list[str], int, str]:
+    """Draws and compares as many recipes as the command line asks for, and prints.
+
+    Args:
+      doc: The command's.
+      draw: See `drawn`.
+      count: See `covered`.
+      differs: Whether a recipe came to what it should not.
+      *process: The script and flags of `outcomes`.
+
+    Returns:
+      The recipes that were reached, how many differ, and how the last line begins.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then")
+    options = parser.parse_args()
+    chosen = draw(options.cases, options.seed)
+    reached, bad = list[str](), 0
+    for recipe, outcome in outcomes(chosen, options.workers, options.minutes, *process):
+        reached.append(recipe)
+        if differs(recipe, outcome):
+            bad += 1
+            print(recipe, "->", outcome, flush=True)
+    for name, counts in count(reached).items():
+        listed = ", ".join(f"{x} {n}" for x, n in sorted(counts.items()))
+        print(f"{len(counts)} of {name}: {listed}")
+    return reached, bad, f"seed {options.seed}: {len(reached)} of {len(chosen)} cases"

@@ -221,32 +221,6 @@ def test_bytes(compile_for, weights_on_host):
     assert deferred.device_total - plain.device_total <= 8 * layer
 
 
-def refused(message, tx=None, **how):
-    params = layered.parameters(2)
-    tx = po.paged_adamw(0.1) if tx is None else tx
-    workspace = how.pop("workspace", None) or workspace_of(params)
-    step = layered.layerwise(tx, **how)
-    with pytest.raises(ValueError, match=message):
-        step(params, tx.init(params), workspace, layered.batch())
-
-
-def test_wrong_calls():
-    refused("clip='layer'", max_norm=1.0, clip="layer")
-    other = layered.parameters(2) | {"embed": jnp.ones((3, 3))}
-    refused(r"rest\['embed'\] .* the shape \(3, 3\)", workspace=workspace_of(other))
-    whole = layered.parameters(2, tied=True)
-    refused(r"rest\['head'\]", workspace=workspace_of(whole))
-    refused(
-        r"host\['down'\] .* the shape", workspace=workspace_of(layered.parameters(3))
-    )
-    other = layered.parameters(2)
-    allocate = lambda rest: po.GradientWorkspace.allocate(
-        other["layers"], host_dtype="float32", rest=rest
-    )
-    with pytest.raises(TypeError, match="rest is of type list"):
-        allocate([jnp.ones(3)])
-
-
 @pytest.mark.parametrize("mapping", [flax.core.FrozenDict, nnx.State])
 def test_mappings(mapping):
     """Of all parameters, and of those that the prologue gets."""

@@ -428,23 +428,6 @@ def test_parts_of_no_whole_blocks_are_named():
         step(params, state, model.workspace(params), jnp.ones((8, 512)))
 
 
-def test_one_transformation_on_several_meshes():
-    """An `init` on explicit axes tells nothing of arrays on other ones."""
-    tx, params = po.paged_adamw(1e-3, **PAGED), {"w": jnp.ones((512, 64))}
-    wanted, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
-    for kind, spec in ((EXPLICIT, P("x")), (AUTO, P(None, "x")), (EXPLICIT, P("x"))):
-        mesh = mesh_of(kind)
-        with jax.set_mesh(mesh):
-            given = placed(params, mesh, {"w": spec})
-            updates, _ = jax.jit(tx.update)(given, tx.init(given), given)
-        np.testing.assert_array_equal(updates["w"], wanted["w"])
-    alone = jax.device_put(params, jax.devices()[3])
-    state = jax.jit(tx.init, keep_unused=True)(alone)
-    # Another function than before, whose trace JAX keeps.
-    updates, _ = jax.jit(lambda *args: tx.update(*args))(alone, state, alone)
-    np.testing.assert_array_equal(updates["w"], wanted["w"])
-
-
 def test_a_loss_of_explicit_axes_is_not_split():
     """The error is that of the loss, and a note has the way out."""
     product = lambda x, w: jnp.matmul(x, w, out_sharding=P("x"))

@@ -44,7 +44,7 @@ WAYS = {
     "masters": Way({"master_dtype": "float32"}),
     "remainders": Way({"master_remainders": True}),
     "wide remainders": Way({"master_remainders": True}, workspace="float32"),
-    "deferred remainders": Way({"master_remainders": True}, deferred=True),
+    "deferred remainders": Way({"master_remainders": "int8"}, deferred=True),
 }
 
 BATCHES = [jax.random.normal(jax.random.key(seed), (4, 64)) for seed in (1, 2)]

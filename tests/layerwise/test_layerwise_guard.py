@@ -207,24 +207,3 @@ def test_a_skipped_step_changes_no_bit(inner, way):
     ):
         assert a.sharding.memory_kind == b.sharding.memory_kind
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def test_wrong_calls():
-    """Where gradients are not known first; a state of what is wrapped."""
-    params, batch = layered.parameters(LAYERS), batches_of([None])[0]
-    tx = po.apply_if_finite(po.paged_adamw(0.01), 2)
-
-    def refused(words, workspace=None, state=None, **how):
-        made = po.GradientWorkspace.allocate(params["layers"], **(workspace or {}))
-        step = po.layerwise_step(
-            po.LayerwiseModel(prologue, layer, epilogue), how.pop("tx", tx), **how
-        )
-        with pytest.raises(ValueError, match=words):
-            step(params, tx.init(params) if state is None else state, made, batch)
-
-    refused("apply_if_finite.*host_dtype=.*max_norm=")
-    refused("apply_if_finite.*host_dtype=", max_norm=1.0, clip="layer")
-    host = {"host_dtype": "float32"}
-    refused(r"differ at state\[0\].count", host, tx.init(params).inner_state)
-    nested = optax.chain(tx, optax.scale(0.1))
-    refused("apply_if_finite", host, nested.init(params), tx=nested)

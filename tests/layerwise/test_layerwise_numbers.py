@@ -1,8 +1,6 @@
 """What a layerwise step must give: the numbers of `jax.grad` and Optax."""
 
 import collections
-import dataclasses
-import types
 
 import flax
 import jax
@@ -168,19 +166,6 @@ def test_layers_under_another_key(codec):
         step(given, tx.init(given), workspace, BATCH)
 
 
-def test_parameters_that_are_no_mapping():
-    """They are refused by their type's name."""
-    model = jax.tree_util.register_dataclass(
-        dataclasses.make_dataclass("Model", ["layers", "head"]), ["layers", "head"], []
-    )
-    step = po.layerwise_step(po.LayerwiseModel(start, layer, finish), po.paged_sgd(1.0))
-    workspace = po.GradientWorkspace.allocate(STACK)
-    unknown = types.MappingProxyType({"layers": STACK})
-    for params, word in ((model(STACK, None), "Model"), (unknown, "mappingproxy")):
-        with pytest.raises(ValueError, match=rf"{word}.*'layers'"):
-            step(params, (), workspace, BATCH)
-
-
 def test_workspace_of_another_order():
     """Its buffers are one layer's leaves in the same order, or it is refused."""
     stacks = {"w": jnp.full((2, 64, 64), 0.01), "b": jnp.full((2, 64, 64), 0.01)}
@@ -262,39 +247,3 @@ def test_residuals(policy, saved):
     # Without a policy jax 0.10.2 saves one value more.
     more = carried(False) - carried(True)
     assert set(more) <= {(2, 4, 64)} and more.total() in saved
-
-
-@pytest.mark.parametrize(
-    ("params", "batch", "words"),
-    [
-        ({"n": jnp.arange(3)}, BATCH, r"\['n'\].*int32"),
-        ({"layers": STACK | {"n": jnp.zeros((2, 3), int)}}, BATCH, r"\['n'\].*int32"),
-        ({"layers": {"w": jnp.ones((0, 64, 64))}}, BATCH, r"\{0: .*\['w'\]"),
-        (
-            {},
-            {"x": jnp.ones((3, 4, 64)), "t": 2.0},
-            r"accumulate=True.*batch\['t'\] of shape \(\).*jnp\.full",
-        ),
-        (
-            {},
-            {"x": jnp.ones((3, 4, 64)), "t": jnp.ones(2)},
-            r"accumulate=True.*\['t'\] of shape \(2,\).*\['x'\] of shape \(3, 4, 64\)",
-        ),
-        ({}, {"x": jnp.ones((0, 4, 64))}, r"accumulate=True.*shape \(0, 4, 64\)"),
-        ({}, {}, "accumulate=True.*no arrays"),
-    ],
-    ids=["rest", "layers", "none", "scalar", "lengths", "empty", "nothing"],
-)
-@pytest.mark.parametrize("host_dtype", [None, jnp.float32], ids=["device", "host"])
-def test_refused_arrays(params, batch, words, host_dtype):
-    """The message names the array and the way out."""
-    params = {"layers": STACK} | params
-    tx = optax.sgd(1.0)
-    with pytest.raises(ValueError, match=words):
-        step = po.layerwise_step(
-            po.LayerwiseModel(start, layer, finish), tx, accumulate=batch is not BATCH
-        )
-        workspace = po.GradientWorkspace.allocate(
-            params["layers"], host_dtype=host_dtype
-        )
-        jax.jit(step)(params, tx.init(params), workspace, batch)

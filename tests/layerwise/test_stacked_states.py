@@ -189,17 +189,6 @@ def test_an_update_by_another_layer_is_refused():
         step(stacked, MODEL.init(tx, stacked), MODEL.workspace(stacked), BATCH)
 
 
-def test_parameters_that_are_not_stacked():
-    with pytest.raises(ValueError, match=r"model\.stack\(params\)"):
-        MODEL.init(po.paged_adamw(1e-3), PARAMS)
-
-
-def test_a_state_of_other_parameters():
-    state = po.paged_adamw(1e-3).init(params_of(layers=2))
-    with pytest.raises(ValueError, match="structure of split_layers' parameters"):
-        MODEL.stack_state(state)
-
-
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)

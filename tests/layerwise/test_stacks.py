@@ -1,14 +1,13 @@
-"""Stacks of layers: made of NumPy arrays, and refused if they are none."""
+"""Stacks of layers, made of NumPy arrays."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import paged_optax as po
 from helpers import layered
-from helpers.layered import SETTINGS, far, layerwise, run
+from helpers.layered import SETTINGS, far, layerwise
 from helpers.reference import kinds
 from paged_optax.backend.memory import on_host
 
@@ -57,62 +56,6 @@ def test_a_step_takes_numpy(dtype, how):
         assert far(step(*args, layered.batch())[:2], found[:2]) < 1e-5
 
 
-def one():
-    return {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}
-
-
-def other():
-    return {"up": {"w": jnp.ones((64, 256))}, "down": {"w": jnp.ones((256, 64))}}
-
-
-class Blocks(nnx.Module):
-    """Layers in a list, as a Flax user writes them."""
-
-    def __init__(self):
-        made = [nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(3)]
-        self.layers = nnx.List(made)
-
-
-def listed():
-    return nnx.state(Blocks(), nnx.Param)["layers"]
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        [one(), one(), one()],
-        tuple(other() for _ in range(3)),
-        [jax.tree.map(np.asarray, one()) for _ in range(3)],
-        {i: one() for i in range(3)},
-        {str(i): other() for i in range(3)},
-        {f"layer_{i}": one() for i in range(3)},
-        [jnp.ones((64, 64))] * 3,
-        listed(),
-        nnx.to_pure_dict(listed()),
-        Blocks().layers,
-        jax.eval_shape(lambda: [one(), one(), one()]),
-    ],
-    ids="list tuple numpy ints texts names arrays state pure module shapes".split(),
-)
-def test_layers_one_by_one_are_refused(layers):
-    """The message has the way out."""
-    calls = [
-        po.GradientWorkspace.allocate,
-        lambda x: po.GradientWorkspace.allocate(x, host_dtype="float32"),
-        po.offload,
-    ]
-    workspace = po.GradientWorkspace.allocate({"w": jnp.ones((3, 64, 64))})
-    step = layerwise(po.paged_adamw(1e-3))
-    calls.append(lambda x: step({"layers": x}, (), workspace, layered.batch()))
-    if isinstance(jax.tree.leaves(layers)[0], jax.ShapeDtypeStruct):
-        del calls[-1]
-    for call in calls:
-        with pytest.raises(
-            ValueError, match=r"layers numbers its children.*stack them"
-        ):
-            call(layers)
-
-
 @pytest.mark.parametrize(
     "layers",
     [
@@ -131,20 +74,6 @@ def test_parts_of_a_layer_may_have_numbers(layers):
         lambda x: x.shape[1:], layers
     )
     po.offload(layers, 0)
-
-
-def test_numbers_of_offloaded_numpy():
-    """The steps of layers that came from NumPy are those of JAX's arrays."""
-    results = []
-    for array in (jnp.asarray, np.asarray):
-        params = layered.parameters(2)
-        tx = po.paged_adamw(1e-3, **SETTINGS)
-        state = tx.init(params)
-        layers = po.offload(jax.tree.map(array, params["layers"]), 0)
-        workspace = po.GradientWorkspace.allocate(layers)
-        params = params | {"layers": layers}
-        results.append(run(layerwise(tx), params, state, workspace, [layered.batch()]))
-    assert far(results[1][:2], results[0][:2]) == 0
 
 
 @pytest.mark.parametrize("codec", [None, "bfloat16", "dynamic_int8"])

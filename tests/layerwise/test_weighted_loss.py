@@ -272,22 +272,6 @@ def test_metrics_and_weights_take_no_gradient():
     np.testing.assert_allclose(wanted[3].loss, total.sum() / 21, rtol=1e-6)
 
 
-def test_wrong_losses():
-    def refused(message, *loss):
-        step = po.layerwise_step(
-            po.LayerwiseModel(prologue, layer, lambda *_: po.WeightedLoss(*loss)),
-            tx := po.paged_sgd(0.1),
-        )
-        params = layered.parameters(2)
-        workspace = po.GradientWorkspace.allocate(params["layers"])
-        batch = jax.tree.map(lambda x: x[0], batch_of(0, (5,), jnp.float32))
-        with pytest.raises(ValueError, match=message):
-            step(params, tx.init(params), workspace, batch)
-
-    refused(r"total has shape \(3,\)", jnp.ones(3), 1.0)
-    refused(r"weight has shape \(3,\).*mask\.sum", jnp.ones(()), jnp.ones(3))
-
-
 @pytest.mark.parametrize("weights", [(0.0, 3.0), (1.0, -1.0, 2.0), (2.0, 0.0, 1.0)])
 @pytest.mark.parametrize("workspace", [{}, HOST, "deferred"])
 def test_totals_beside_tokens(monkeypatch, workspace, weights):

@@ -125,30 +125,6 @@ def test_c_gradws_001_accumulators_grow_until_zeroed():
     assert all(everything.accumulates)
 
 
-@pytest.mark.quick("2-None")
-@pytest.mark.parametrize(
-    ("layers", "max_norm", "host_dtype"),
-    [(1, None, None), (2, None, None), (4, 0.05, jnp.float32), (5, 0.05, None)],
-)
-def test_weights_on_the_host(layers, max_norm, host_dtype):
-    """Stacks that live on the host stay there, and the numbers are the same."""
-    tx = po.paged_adamw(1e-3, **SETTINGS)
-    results = []
-    for place in (lambda x: x, lambda x: po.offload(x, min_size="16KiB")):
-        params = layered.parameters(layers)
-        params["layers"] = place(params["layers"])
-        workspace = po.GradientWorkspace.allocate(
-            params["layers"], host_dtype=host_dtype
-        )
-        state = tx.init(layered.parameters(layers))
-        step = layerwise(tx, max_norm=max_norm)
-        results.append(run(step, params, state, workspace, [layered.batch()] * 2))
-    params = results[1][0]
-    assert params["layers"]["up"].sharding.memory_kind == "pinned_host"
-    assert params["layers"]["norm"]["scale"].sharding.memory_kind == "device"
-    assert far(params, results[0][0]) < 1e-7
-
-
 def test_offload_of_shapes():
     """They are placed as the arrays would be."""
     params = layered.parameters(3)["layers"]
@@ -163,39 +139,6 @@ def test_offload_of_shapes():
         values.shape, shapes["up"].sharding, lambda index: values[index]
     )
     assert on_host(made)
-
-
-@pytest.mark.slow
-def test_activations_on_the_host():
-    tx = po.paged_adamw(1e-3, **SETTINGS)
-    results = []
-    for waiting in (False, True):
-        params = layered.parameters(3)
-        workspace = po.GradientWorkspace.allocate(params["layers"])
-        step = layerwise(tx, activations_on_host=waiting)
-        args = params, tx.init(params), workspace, layered.batch()
-        results.append(jax.jit(step)(*args)[0])
-    assert far(*results) < 1e-7
-
-
-@pytest.mark.slow
-def test_clips_each_layer():
-    """`clip="layer"`: each layer, and the rest, is scaled by its own norm."""
-    params = layered.parameters(3)
-    sgd = optax.sgd(1.0)
-    *_, gradients = plain_step(sgd)(params, sgd.init(params), layered.batch())
-    layers = gradients.pop("layers")
-    scaled = lambda g: optax.clip_by_global_norm(0.02).update(g, optax.EmptyState())[0]
-    wanted = {
-        "layers": jax.vmap(scaled)(layers),
-        **scaled(gradients),
-    }
-    wanted = jax.tree.map(lambda p, g: p - g, params, wanted)
-    workspace = po.GradientWorkspace.allocate(params["layers"])
-    tx = po.paged_sgd(1.0)
-    step = jax.jit(layerwise(tx, max_norm=0.02, clip="layer"))
-    found, *_ = step(params, tx.init(params), workspace, layered.batch())
-    assert far(found, wanted) < 1e-6
 
 
 def test_each_layer_draws_its_own_bits():

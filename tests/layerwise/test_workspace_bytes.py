@@ -112,18 +112,6 @@ def test_70b_on_one_h200():
     assert report.host_arguments >= 0.98 * 14 * parameters(LLAMA3_70B)
 
 
-def test_120b_on_one_h200():
-    """Llama-3-70B with 138 layers; moments in eight bits, masters in float32."""
-    model = dataclasses.replace(LLAMA3_70B, layers=138)
-    assert parameters(model) >= 120 * GB
-    report = aot.h200(
-        decoder.layerwise(model, masters(codec="dynamic_int8"), weights_on_host=True)
-    )
-    in_place(report)
-    assert report.device_total <= 139 * 2**30
-    assert report.host_arguments <= 1000 * GB
-
-
 # In the first case moments alone travel, in a loop that counts down.
 BY_KERNELS = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX,

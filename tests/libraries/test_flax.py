@@ -41,26 +41,14 @@ class Net(nnx.Module):
         return self.b(nnx.gelu(self.a(x)))
 
 
-class Stack(nnx.Module):
-    """Layers made by `nnx.vmap` and run by `nnx.scan`."""
-
-    def __init__(self, rngs):
-        make = lambda rngs: nnx.Linear(32, 32, rngs=rngs)
-        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(make))(rngs)
-
-    def __call__(self, x):
-        run = lambda x, layer: nnx.gelu(layer(x))
-        return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
-
-
 def nnx_step(model, optimizer, x, wrt=nnx.Param):
     of = nnx.DiffState(0, wrt)
     gradients = nnx.grad(lambda model: loss_of(model(x)), argnums=of)(model)
     optimizer.update(model, gradients)
 
 
-def with_nnx_jit(tx, new=Net, wrt=nnx.Param):
-    model = new(nnx.Rngs(0))
+def with_nnx_jit(tx, wrt=nnx.Param):
+    model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=wrt)
     step = nnx.jit(functools.partial(nnx_step, wrt=wrt), donate_argnums=(0, 1))
     for _ in range(STEPS):
@@ -75,21 +63,6 @@ def optimizer_first(tx):
     step = nnx.jit(lambda o, m, x: nnx_step(m, o, x), donate_argnums=(0, 1))
     for _ in range(STEPS):
         step(optimizer, model, X)
-    return nnx.state(model), nnx.state(optimizer)
-
-
-def nnx_in_jit_step(tx):
-    """Modules are pytrees; the optimizer alone may be donated."""
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    def step(model, optimizer, x):
-        nnx_step(model, optimizer, x)
-        return optimizer, model
-
-    step = po.jit_step(step, model, optimizer, X, donate_argnums=1)
-    for _ in range(STEPS):
-        optimizer, model = step(model, optimizer, X)
     return nnx.state(model), nnx.state(optimizer)
 
 
@@ -199,9 +172,7 @@ def with_jit_step(tx):
 WRAPPERS = {
     "nnx.Optimizer": with_nnx_jit,
     "nnx.Optimizer, LoRA": functools.partial(with_nnx_jit, wrt=nnx.LoRAParam),
-    "nnx.Optimizer, stacked": functools.partial(with_nnx_jit, new=Stack),
     "nnx.Optimizer first": optimizer_first,
-    "nnx.Optimizer, jit_step": nnx_in_jit_step,
     "TrainState": with_train_state,
     "TrainState, nn.scan": functools.partial(with_train_state, module=Scanned()),
     "Equinox": with_filter_jit,

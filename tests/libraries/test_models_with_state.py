@@ -434,6 +434,72 @@ def test_adapters_of_a_frozen_base():
 part = nnx.filter_state
 
 
+def returned(loss):
+    """The loss alone, of one tuple of the state and tokens."""
+    return lambda params, batch: loss(params, *batch)[0]
+
+
+def of_equinox_batches():
+    """Statistics that the loss does not read, as in training with NNX and Linen."""
+    norm = eqx.nn.BatchNorm(WIDTH, "batch", mode="batch")
+    state = eqx.nn.State(norm)
+
+    def loss(params, state, tokens):
+        x = params["embed"][tokens[:, :-1]].mean(1)
+        for layer in params["layers"]:
+            x, state = jax.vmap(norm, (0, None), (0, None), axis_name="batch")(x, state)
+            x = x + jnp.tanh(x @ layer)
+        return jnp.mean(x**2), state
+
+    layers = [jnp.eye(WIDTH)] * 4
+    return loss, {"embed": jnp.ones((VOCAB, WIDTH)), "layers": layers}, state
+
+
+LOSING = {
+    "nnx": lambda: of_nnx("one stream"),
+    "linen": lambda: of_linen(scanned=False),
+    "equinox": of_equinox_batches,
+}
+NEW = "computes a new value of "
+
+
+@pytest.mark.quick("nnx")
+@pytest.mark.parametrize("name", LOSING)
+def test_statistics_that_are_not_returned_are_warned_of(name):
+    """In the batch, frozen, closed over; also under names of the user's."""
+    loss, params, state = LOSING[name]()
+    if name == "nnx":
+        keys, state = part(state, nnx.Not(nnx.BatchStat)), part(state, nnx.BatchStat)
+        merged, take = loss, nnx.merge_state
+        loss = lambda params, state, tokens: merged(params, take(keys, state), tokens)
+    if name == "linen":
+        step, state = state["step"], {"mine": state["batch_stats"]}
+        linen, take = loss, lambda x: {"batch_stats": x["mine"], "step": step}
+        loss = lambda params, state, tokens: linen(params, take(state), tokens)
+    alone = returned(loss)
+    swapped = lambda params, state, tokens: alone(params, (state, tokens))
+    closed = lambda params, tokens: alone(params, (state, tokens))
+    with pytest.warns(UserWarning, match=rf"{NEW}batch\[0\].*output\.metrics"):
+        po.split_layers(alone, params, (state, BATCHES[0]))
+    with pytest.warns(UserWarning, match=rf"{NEW}frozen.*old one"):
+        po.split_layers(swapped, params, BATCHES[0], frozen=state)
+    for run in (closed, lambda params, tokens: loss(params, state, tokens)):
+        with pytest.warns(UserWarning, match=f"{NEW}a closed-over array, float32"):
+            po.split_layers(run, params, BATCHES[0])
+
+
+def test_closed_over_keys_are_warned_of():
+    loss, params, state = MODELS["equinox"]()
+    closed = lambda params, batch: loss(params, (batch[0], state[1]), batch[1])[0]
+    with pytest.warns(UserWarning, match=r"closed-over array, key<fry>\[\].*\(at "):
+        po.split_layers(closed, params, (state[0], BATCHES[0]))
+    # A key of each batch, or a number of it that a closed-over key is folded with.
+    folded = lambda params, batch: loss(
+        params, (batch[0], jax.random.fold_in(state[1], batch[2])), batch[1]
+    )
+    po.split_layers(folded, params, (state[0], BATCHES[0], jnp.int32(0)))
+
+
 def test_frozen_state_that_is_not_returned_is_warned_of():
     loss, params, state = MODELS["nnx, one stream"]()
     keys, statistics = part(state, nnx.RngState), part(state, nnx.BatchStat)
@@ -469,3 +535,19 @@ def test_state_among_the_parameters_is_refused():
             po.split_layers(run, nnx.merge_state(params, more), BATCHES[0])
     with pytest.raises(TypeError, match="batch_stats.*a running statistic"):
         po.split_layers(run, {"batch_stats": linen["batch_stats"]}, BATCHES[0])
+    _, params, state = MODELS["equinox"]()
+    with pytest.raises(TypeError, match=r"params\[1\].*is a running statistic"):
+        po.split_layers(run, eqx.filter((params, state), eqx.is_inexact_array), None)
+
+
+def test_statistics_among_the_parameters_by_other_names_are_warned_of():
+    loss, params, state = MODELS["linen"]()
+
+    def mine(params, tokens):
+        state = {"batch_stats": params["mine"], "step": tokens[0, 0]}
+        return loss(params["net"], state, tokens)
+
+    params = {"net": params, "mine": state["batch_stats"]}
+    for run in (mine, lambda *args: mine(*args)[0]):
+        with pytest.warns(UserWarning, match=r"not depend on params\['mine'\].*decay"):
+            po.split_layers(run, params, BATCHES[0])

@@ -341,14 +341,6 @@ def test_another_model_s_checkpoint_is_refused(program, kind, field, value, tmp_
         program.main([f"--checkpoint={tmp_path}", "--steps=1"])
 
 
-def test_each_field_of_another_model_is_named(program, tmp_path):
-    """As of Llama-3.2-1B, whose tokens turn otherwise by two fields."""
-    llama = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": SCALED}
-    write_checkpoint(tmp_path, **llama)
-    with pytest.raises(ValueError, match="rope_theta is 500000.0.*rope_scaling is"):
-        program.main([f"--checkpoint={tmp_path}", "--steps=1"])
-
-
 CHECKPOINT_MISTAKES = {
     "no config.json": "config.json' is no file",
     "another family": "--model 'qwen3-0.6b' is no llama",

@@ -87,8 +87,21 @@ def test_plan_prints_every_group_and_the_totals():
     pages = 32 if GPU_NEEDS_RAW_INDEX else 17  # in turn, or both ways at once
     assert plan.link_seconds == pytest.approx(pages * 2**23 / 50e9)
     assert plan.scratch_bytes == 4 * 4 * 2**20
-    # Two moments of 16 pages; an H200 takes 45 us for a page of both.
-    assert plan.latency_seconds == pytest.approx(16 * 45e-6)
+
+
+def test_from_how_many_tokens_on_paging_costs_no_time():
+    """Six operations a value and token, of the backward pass, take as long."""
+    params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    tx = po.paged_adamw(1e-3)
+    plan = po.plan(tx, params, link_gigabytes_per_second=50.0, teraflops=500.0)
+    # Where the directions take turns, both count.
+    both = all(x.bidirectional for x in plan.moments if x.on_host)
+    seconds = (1 if both else 2) * plan.host_bytes / 50e9
+    least = 6 * 4096**2 * (plan.free_from - 1)
+    assert least < 500e12 * seconds <= least + 6 * 4096**2
+    assert f"{plan.free_from:,}" in str(plan)
+    silent = po.plan(tx, params)
+    assert silent.free_from is None and "free" not in str(silent)
 
 
 def test_plan_allocates_nothing():

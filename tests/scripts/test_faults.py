@@ -6,6 +6,7 @@ A hundred kills: `python tests/faults.py`.
 import pytest
 
 from helpers import kills
+from helpers.kills import Kind, Life
 
 
 @pytest.mark.slow
@@ -37,3 +38,12 @@ def test_a_moment_that_was_lost_shows(tmp_path):
     runs.life(folder, "--spoil").reach(None)
     with pytest.raises(AssertionError, match="restored .*: other bits"):
         runs.check(folder)
+
+
+@pytest.mark.slow
+def test_saved_by_four_processes_and_restored_by_two(tmp_path):
+    """The bits are those of one process with all four devices."""
+    runs = kills.Runs(Kind("adamw", 1, 0, devices=4, last=20), tmp_path)
+    for kind in (Kind("adamw", 4, 0, last=10), Kind("adamw", 2, 0, devices=2, last=20)):
+        Life(kind, tmp_path / "run", tmp_path / "compiled").reach(None)
+    assert runs.check(tmp_path / "run") == 1

@@ -230,36 +230,12 @@ def test_a_state_of_the_stacks_is_refused_in_eight_bits(model):
         step(stacked, tx.init(stacked), model.workspace(stacked), BATCHES[0])
 
 
-def test_what_mixes_layers_is_refused_by_name(model):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), po.paged_adamw(1e-2, **PAGED))
-    stacked = model.stack(PARAMS)
-    with pytest.raises(ValueError, match="layerwise_step updates each layer alone"):
-        po.layerwise_step(model, tx)(
-            stacked, model.init(tx, stacked), model.workspace(stacked), BATCHES[0]
-        )
-
-
-BY_SHAPE = {
-    "mask": lambda by: optax.masked(po.paged_adamw(1e-2, **PAGED), by),
-    "plain": lambda by: optax.masked(optax.adamw(1e-2), by),
-    "eight bits": lambda by: optax.masked(po.paged_adamw_8bit(1e-2, **PAGED), by),
-    "labels": lambda by: optax.partition(
-        {True: po.paged_adamw(1e-2, **PAGED), False: optax.sgd(1e-2, momentum=0.9)}, by
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BY_SHAPE)
-def test_states_of_masks_by_size(name):
-    """A state is made layer by layer, from leaves of their own sizes."""
-    tx = BY_SHAPE[name](lambda tree: jax.tree.map(lambda x: x.size > 5000, tree))
-    model = po.split_layers(loss, PARAMS, BATCHES[0])
-    expected = tx.init(PARAMS)
-    found = model.unstack_state(model.init(tx, model.stack(PARAMS)))
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(x, y)
-        assert (x.dtype, x.sharding.memory_kind) == (y.dtype, y.sharding.memory_kind)
+def test_a_state_that_is_not_stacked_is_refused(model):
+    params = model.stack(params_of())
+    step = po.layerwise_step(model, tx := po.paged_adamw(1e-3))
+    args = params, tx.init(params_of()), model.workspace(params)
+    with pytest.raises(ValueError, match=r"^state is .* model\.stack_state\(state\)"):
+        jax.eval_shape(step, *args, BATCHES[0])
 
 
 @pytest.mark.parametrize("key", ["layers/*", "*/up", "embed"])

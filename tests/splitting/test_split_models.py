@@ -112,7 +112,7 @@ def test_what_was_found_is_printed():
     for part in ("layers/*", "AB, repeated", "6 x 9.1 KiB", "embed, norm"):
         assert part in text
     assert "float32[2, 8, 24]" in text and "carried, saved for each layer" in text
-    assert "for each layer another" in text and "linear_cross_entropy" in text
+    assert "for each layer another" in text
     assert re.search(r"outside +float32\[2, 8, 48\] at plain.py:\d+", text)
 
 
@@ -351,50 +351,23 @@ def test_layers_without_anything_to_train():
         po.split_layers(lambda p, f, b: loss(p | f, b), params, batch, frozen=layers)
 
 
-def test_other_mistakes():
-    loss, params, batch = zoo.MODELS["a_list"]()
-    with pytest.raises(po.SplitError, match="layers='blocks' names no layers"):
-        po.split_layers(loss, params, batch, layers="blocks")
-    with pytest.raises(po.SplitError, match="no layers are found"):
-        po.split_layers(lambda p, b: jnp.sum(p["w"] * b), {"w": jnp.ones(3)}, 1.0)
-    stacked = zoo.MODELS["a_scan"]()[1]
+def test_a_scan_in_reverse():
+    _, stacked, batch = zoo.MODELS["a_scan"]()
     with pytest.raises(po.SplitError, match=r"test_\S*:\d+.* in reverse: turn the"):
         po.split_layers(zoo.around(reversed_scan), stacked, batch)
-    with pytest.raises(po.SplitError, match="of two layers or more. Give the layers"):
-        po.split_layers(loss, zoo.parameters(1), batch)
-    model = po.split_layers(loss, params, batch)
-    with pytest.raises(ValueError, match=r"\['embed'\] has shape None, .* Pass a tree"):
-        model.stack({"layers": params["layers"]})
-    with pytest.raises(ValueError, match=r"has shape None, and .* was given"):
-        model.stack(model.stack(params))
-    with pytest.raises(ValueError, match="has other containers"):
-        model.stack(params | {"layers": tuple(params["layers"])})
-    with pytest.raises(ValueError, match="has shape .* split the model again"):
-        model.stack(jax.tree.map(lambda x: x[None], params))
-    with pytest.raises(ValueError, match="no 'layers/down': pass the tree that"):
-        model.unstack(params)
-    counted = params | {"count": jnp.int32(3)}
-    with pytest.raises(TypeError, match=r"'count'\] has dtype int32 .* frozen="):
-        po.split_layers(loss, counted, batch)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_the_batch_before_the_parameters(dtype):
+def test_the_batch_before_the_parameters():
     loss, params, batch = zoo.MODELS["a_list"]()
     swapped = lambda params, batch: loss(params, batch["tokens"].astype("int32"))
-    batch = {"tokens": jnp.asarray(batch, dtype)}
+    batch = {"tokens": jnp.asarray(batch)}
     assert po.split_layers(swapped, params, batch)
     with pytest.raises(TypeError, match=r"Parameters precede the batch: split"):
         po.split_layers(swapped, batch, params)
 
 
-def test_mistakes_with_frozen_parameters():
+def test_frozen_parameters_that_are_missing():
     loss, params, batch, frozen = zoo.MODELS["lora"]()
-    plain = zoo.MODELS["a_list"]()
     model = po.split_layers(loss, params, batch, frozen=frozen)
-    stacked, fixed = model.stack(params), model.stack_frozen(frozen)
     with pytest.raises(TypeError, match="frozen is missing: .* model.stack_frozen"):
-        model.loss(stacked, batch)
-    model = po.split_layers(*plain)
-    with pytest.raises(TypeError, match="given none: split the loss again"):
-        model.loss(model.stack(plain[1]), fixed, batch)
+        model.loss(model.stack(params), batch)

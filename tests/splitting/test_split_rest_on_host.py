@@ -117,19 +117,6 @@ def test_the_loss_alone():
     assert reference.kinds(gradients) == reference.kinds(stacked)
 
 
-def test_nothing_else_is_understood():
-    params, frozen, batch = made("float32")
-    model = po.split_layers(loss, params, batch, frozen=frozen)
-    with pytest.raises(ValueError, match="on_host='rest'"):
-        model.stack(params, on_host="rest")
-
-
-@pytest.mark.compiler
-@pytest.mark.slow
-def test_bytes():
-    """Of the embedding and its gradient one is on the device as layers run: neither."""
-
-
 class Read:
     """What NumPy makes an array of; it counts how many are in memory."""
 

@@ -119,14 +119,6 @@ def test_a_loss_is_traced_once_and_freed():
     assert reference() is None
 
 
-def test_stacks_of_another_length_are_refused():
-    params = params_of()
-    model = po.split_layers(loss, params, X)
-    fewer = jax.tree.map(lambda x: x[:2], model.stack(params))
-    with pytest.raises(ValueError, match=r"shape \(2, 8, 8\).*has 3 layers"):
-        model.loss(fewer, X)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("on_host", [False, True, "all"])
 def test_parameters_made_before_the_mesh(kind, on_host):

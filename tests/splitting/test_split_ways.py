@@ -16,7 +16,7 @@ from helpers.split_trained import RATE, STEPS, close, trained, value_of
 
 #: An embedding that is the head too; experts whose router has a loss of its own; a list
 #: of modules; a scan; dropout in layers that are computed again. Of the first two some
-#: stacks are large enough for moments in eight bits.
+#: matrices are large enough for moments in eight bits.
 NAMES = ["gpt_2", "linen_sow", "nnx_list", "linen_scan", "maxtext_dropout"]
 
 

@@ -14,11 +14,9 @@ from helpers.moments import (
     MOMENTS,
     WRAPPERS,
     adam,
-    assert_updates_alike,
-    filled,
     small,
 )
-from helpers.reference import ALIASES, SMALL_PAGES, assert_equal, kinds
+from helpers.reference import ALIASES, SMALL_PAGES, kinds
 from helpers.small import DEVICE, HOST
 from paged_optax.backend.memory import on_host
 
@@ -103,17 +101,6 @@ def test_abstract_state_is_beside_the_parameters(where):
             assert x.sharding.memory_kind == place.memory_kind
             assert not x.ndim or x.sharding.is_equivalent_to(place, x.ndim)
             assert x.ndim or x.sharding.is_fully_replicated
-
-
-def test_abstract_state_places_what_was_read_from_elsewhere():
-    tx = adam(device_budget=BUDGET)
-    state = filled(tx.init(small()))
-    read = jax.tree.map(np.array, state)
-    target = po.abstract_state(tx, small())
-    placed = jax.device_put(read, jax.tree.map(lambda x: x.sharding, target))
-    assert kinds(placed) == kinds(state)
-    assert_equal(placed, state)
-    assert_updates_alike(jax.jit(tx.update), small(), state, placed)
 
 
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])

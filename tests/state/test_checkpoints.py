@@ -199,19 +199,3 @@ def test_a_state_restored_for_parameters_on_another_device_goes_on(tmp_path):
     for x in jax.tree.leaves((found, restored)):
         assert x.devices() == {jax.devices()[3]}
     assert_same(tx.update(found, restored, found), tx.update(params, state, params))
-
-
-# -- what a target is for ---------------------------------------------------------
-
-
-def test_a_target_without_placements_is_restored_to_the_device(tmp_path):
-    """Why `abstract_state` states placements: `jax.eval_shape` has none to give."""
-    tx, params = paged_adamw(), arrays(shapes=SHAPES)
-    state = tx.init(params)
-    shapes = jax.eval_shape(tx.init, params)
-    restored = standard(tmp_path, state, shapes)
-    assert set(kinds(restored)) == {DEVICE}
-    # Such a state still trains, resident; and one device_put mends it.
-    target = po.abstract_state(tx, params)
-    mended = jax.device_put(restored, jax.tree.map(lambda x: x.sharding, target))
-    assert_same(mended, state)

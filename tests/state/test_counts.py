@@ -29,20 +29,6 @@ def test_increment_step_stops_at_the_largest_count():
     assert int(po.get_step(po.increment_step(state, "w"), "w")) == 2**31 - 1
 
 
-@pytest.mark.parametrize(
-    "tx", [adam(), po.paged_sgd(1e-2, momentum=0.9, **SMALL_PAGES)], ids=["one", "none"]
-)
-def test_increment_step_without_a_count_of_its_own(tx):
-    with pytest.raises(ValueError, match="'a'.*per_parameter_steps=True"):
-        po.increment_step(tx.init(small()), "a")
-
-
-def test_get_step_where_none_is_counted():
-    tx = po.paged_sgd(1e-2, momentum=0.9, **SMALL_PAGES)
-    with pytest.raises(ValueError, match="'a' counts no steps"):
-        po.get_step(tx.init(small()), "a")
-
-
 def test_get_step_of_a_schedule_alone():
     tx = po.paged_sgd(lambda count: 1e-2, momentum=0.9, **SMALL_PAGES)
     state = tx.init(small())
@@ -51,23 +37,13 @@ def test_get_step_of_a_schedule_alone():
     assert int(po.get_step(state, "a")) == 3
 
 
-def test_get_step_of_each_label():
-    """Under `optax.partition` every transformation counts for its own."""
+@pytest.mark.parametrize("schedule", [False, True])
+def test_get_step_of_each_label(schedule):
+    """Each counts for its own under `optax.partition`, beside its moments too."""
+    rate = lambda count: 1e-2
+    one = po.paged_sgd(rate, momentum=0.9, **SMALL_PAGES) if schedule else adam()
     tx = optax.partition(
-        {"x": adam(), "y": po.MultiSteps(adam(), 2).gradient_transformation()},
-        {"a": "x", "b": "y", "c": "x"},
-    )
-    state = tx.init(small())
-    for _ in range(4):
-        _, state = jax.jit(tx.update)(small(), state, small())
-    assert [int(po.get_step(state, name)) for name in "abc"] == [4, 2, 4]
-
-
-def test_get_step_of_each_labels_schedule():
-    """Beside its moments, not in their state: the count of the same label."""
-    sgd = po.paged_sgd(lambda count: 1e-2, momentum=0.9, **SMALL_PAGES)
-    tx = optax.partition(
-        {"x": sgd, "y": po.MultiSteps(sgd, 2).gradient_transformation()},
+        {"x": one, "y": po.MultiSteps(one, 2).gradient_transformation()},
         {"a": "x", "b": "y", "c": "x"},
     )
     state, update = tx.init(small()), jax.jit(tx.update)

@@ -6,39 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from helpers.moments import BUDGET, WRAPPERS, B, adam, assert_joined, filled, small
+from helpers.moments import B, adam, filled, small
 from helpers.reference import kinds
 from helpers.small import HOST
 from paged_optax.backend.types import is_traced
-
-
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("plain", False),
-        ("plain", True),
-        ("injected", False),
-        ("multi steps", False),
-        ("multi steps", True),
-    ],
-)
-def test_a_parameter_joins(name, own):
-    """A state as for all parameters; the others' arrays and counts as they were."""
-    tx = WRAPPERS[name](adam(device_budget=BUDGET, per_parameter_steps=own))
-    less = {"a": small()["a"]}
-    state, update = tx.init(less), jax.jit(tx.update)
-    for _ in range(2):
-        _, state = update(less, state, less)
-    state = po.init_param(tx, state, less | {"c": small()["c"]}, "c")
-    new = po.init_param(tx, state, small(), "b")
-    fresh = tx.init(small())
-    assert_joined(new, state, fresh)
-    if own:
-        assert int(po.get_step(new, "b")) == 0
-        assert int(po.get_step(new, "a")) == int(po.get_step(state, "a")) > 0
-    updates, after = update(small(), new, small())
-    assert jax.tree.structure(updates) == jax.tree.structure(small())
-    assert kinds(after) == kinds(fresh)
 
 
 @pytest.mark.parametrize("old", ["missing", "present"])
@@ -62,17 +33,6 @@ def test_a_group_joins_or_restarts(old):
     tx.update(params, new, params)
 
 
-def test_joining_parameters_must_all_be_named():
-    tx, params = adam(), small()
-    state = tx.init({"a": params["a"]})
-    with pytest.raises(ValueError) as error:
-        po.init_param(tx, state, params, "b")
-    for word in ("mu", "'c'", "'b'"):
-        assert word in str(error.value)
-    with pytest.raises(ValueError, match="'d'.*params"):
-        po.init_param(tx, state, params, "d")
-
-
 def test_joining_allocates_its_own_moments_alone():
     """The others' are neither copied nor made again."""
     made = []
@@ -87,16 +47,6 @@ def test_joining_allocates_its_own_moments_alone():
     made.clear()
     po.init_param(tx, state, params, "b")
     assert 0 < sum(x.nbytes for each in made for x in each) <= B + 64
-
-
-def test_a_joined_parameter_lives_beside_its_own():
-    device = jax.devices()[3]
-    params = jax.device_put({name: small()[name] for name in "ab"}, device)
-    state = adam().init({"a": params["a"]})
-    new = po.init_param(adam(), state, params, "b")
-    assert new[0].mu["b"].devices() == {device}
-    assert kinds(new[0].mu) == [HOST, HOST]
-    adam().update(params, new, params)
 
 
 def test_small_ones_that_become_enough_to_be_paged():

@@ -55,13 +55,6 @@ def test_under_jit(state):
     assert kinds(more) == kinds(own)
 
 
-def test_numpy_moments(state):
-    moments = jax.tree.map(np.asarray, po.page_in(state, KERNEL))
-    new = po.page_out(state, KERNEL, moments)
-    assert_equal(new, state)
-    assert kinds(new) == kinds(state)
-
-
 @pytest.mark.parametrize("numpy", [False, True], ids=["jax", "numpy"])
 @pytest.mark.parametrize("where", ["device", "mesh"])
 def test_moments_go_back_beside_their_parameter(where, numpy):
@@ -83,68 +76,6 @@ def test_moments_go_back_beside_their_parameter(where, numpy):
     adam().update(params, new, params)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda m: {"mu": m["mu"]}, ("['mu']", "['mu', 'nu']", "page_in")),
-        (lambda m: m | {"xi": m["mu"]}, ("'xi'", "['mu', 'nu']")),
-        (lambda m: {}, ("[]", "['mu', 'nu']")),
-        (lambda m: m | {"nu": m["nu"][1:]}, ("'nu'", "[63, 64]", "[64, 64]")),
-        (lambda m: m | {"nu": m["nu"].T[None]}, ("'nu'", "[1, 64, 64]", "[64, 64]")),
-        (
-            lambda m: m | {"mu": m["mu"].astype(jnp.bfloat16)},
-            ("'mu'", "bfloat16", "float32"),
-        ),
-        (
-            lambda m: m | {"mu": np.ones((64, 64), np.int32)},
-            ("'mu'", "int32", "float32"),
-        ),
-    ],
-    ids=["missing", "unknown", "none", "shape", "rank", "dtype", "integers"],
-)
-def test_moments_of_another_kind_are_refused(state, change, words):
-    with pytest.raises(ValueError) as error:
-        po.page_out(state, KERNEL, change(po.page_in(state, KERNEL)))
-    with pytest.raises(ValueError) as traced:
-        jax.jit(lambda x: po.page_out(x, KERNEL, change(po.page_in(x, KERNEL))))(state)
-    assert str(traced.value) == str(error.value)
-    for word in (KERNEL, *words):
-        assert word in str(error.value)
-
-
-ONE = {
-    "page_in": lambda state, path: po.page_in(state, path),
-    "page_out": lambda state, path: po.page_out(state, path, {}),
-    "get_step": lambda state, path: po.get_step(state, path),
-    "increment_step": lambda state, path: po.increment_step(state, path),
-}
-ANY = ONE | {
-    "is_device_resident": lambda state, path: po.is_device_resident(state, path),
-    "device_bytes": lambda state, path: po.device_bytes(state, path),
-    "host_bytes": lambda state, path: po.host_bytes(state, path),
-    "rebalance": lambda state, path: po.rebalance(adam(), state, [path]),
-    "init_param": lambda state, path: po.init_param(adam(), state, nested(), path),
-}
-MISSPELT = [
-    "blocks/0/q/kernal",
-    "blocks/q/kernel",
-    "block/0/q/kernel",
-    "blocks/0/q/ker",
-    "blocks/0/q/kernel/value",
-]
-
-
-@pytest.mark.parametrize("function", ANY)
-@pytest.mark.parametrize("path", MISSPELT)
-def test_unknown_path(state, function, path):
-    """The error has the path that was asked for, and close names."""
-    with pytest.raises(ValueError) as error:
-        ANY[function](state, path)
-    message = str(error.value)
-    assert f"path={path!r}" in message
-    assert repr(KERNEL) in message
-
-
 def test_unknown_key_path(state):
     with pytest.raises(ValueError, match="'blocks/1/q/bias'.*Close names"):
         po.page_in(state, (*paths(nested())[2][:-1], jax.tree_util.DictKey("bias")))
@@ -154,21 +85,6 @@ def test_a_masked_parameter_is_unknown():
     tx = WRAPPERS["masked"](adam())
     with pytest.raises(ValueError, match="'c'.*no such parameter"):
         po.page_in(tx.init(small()), "c")
-
-
-def test_a_state_without_parameters():
-    with pytest.raises(ValueError, match="has no parameters"):
-        po.page_in(adam().init({}), "w")
-    assert po.device_resident_count(adam().init({})) == 0
-
-
-@pytest.mark.parametrize("function", ONE)
-@pytest.mark.parametrize("path", ["", "blocks", "blocks/0", "/blocks/0/q/"])
-def test_a_group_where_one_parameter_is_asked_for(state, function, path):
-    with pytest.raises(ValueError) as error:
-        ONE[function](state, path)
-    for word in (f"path={path.strip('/')!r}", "parameters", "name one"):
-        assert word in str(error.value)
 
 
 def test_a_group_of_one_is_its_member(state):

@@ -19,75 +19,44 @@ class Block(nnx.Module):
         return self.layers[0](x) + self.layers[1](x)
 
 
-def nnx_optimizer(**paging):
-    model, tx = Block(nnx.Rngs(0)), adam(**paging)
-    return model, tx, nnx.Optimizer(model, tx, wrt=nnx.Param)
+FIRST, SECOND = (f"layers/{i}/kernel" for i in (0, 1))
 
 
-def test_nnx_optimizer_moments():
+def test_an_nnx_optimizer():
     """`optimizer.opt_state` holds nnx Variables: paths end in `/value`, or not."""
-    model, _, optimizer = nnx_optimizer()
-    optimizer.update(model, nnx.state(model, nnx.Param))
+    size = 2 * 4 * 32 * 40
+    tx = adam(per_parameter_steps=True, device_budget=size)
+    model = Block(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    structure = jax.tree.structure
+    assert structure(po.abstract_state(tx, params)) == structure(tx.init(params))
+    optimizer.opt_state = po.rebalance(tx, optimizer.opt_state, [])
+    optimizer.update(model, params)
     state = optimizer.opt_state
-    for path in ("layers/0/kernel", "layers/0/kernel/value"):
+    for path in (FIRST, f"{FIRST}/value"):
         found = po.page_in(state, path)
         assert_equal(found["mu"], state[0].mu["layers"][0]["kernel"].get_value())
         assert not po.is_device_resident(state, path)
-    new = po.page_out(state, "layers/0/kernel", po.page_in(state, "layers/0/kernel"))
-    assert jax.tree.structure(new) == jax.tree.structure(state)
+    new = po.page_out(state, FIRST, po.page_in(state, FIRST))
+    assert structure(new) == structure(state)
     assert_equal(new, state)
-    assert po.host_bytes(state) == 2 * 2 * 4 * (32 * 40 + 40)
+    assert po.host_bytes(state) == 2 * (size + 2 * 4 * 40)
     assert po.host_bytes(state, "layers/1") == po.host_bytes(state) / 2
     assert po.device_resident_count(state) == 0
-    optimizer.opt_state = new
-    optimizer.update(model, nnx.state(model, nnx.Param))
-
-
-def test_nnx_optimizer_steps():
-    model, _, optimizer = nnx_optimizer()
-    for _ in range(3):
-        optimizer.update(model, nnx.state(model, nnx.Param))
-    assert int(po.get_step(optimizer.opt_state, "layers/0/kernel")) == 3
-
-
-def test_nnx_optimizer_own_steps():
-    model, _, optimizer = nnx_optimizer(per_parameter_steps=True)
-    optimizer.update(model, nnx.state(model, nnx.Param))
-    state = po.increment_step(optimizer.opt_state, "layers/0/kernel")
-    assert int(po.get_step(state, "layers/0/kernel")) == 2
-    assert int(po.get_step(state, "layers/1/kernel")) == 1
-
-
-def test_nnx_optimizer_init_param():
-    model, tx, optimizer = nnx_optimizer()
-    optimizer.update(model, nnx.state(model, nnx.Param))
-    params = nnx.state(model, nnx.Param)
-    state = po.init_param(tx, optimizer.opt_state, params, "layers/0/kernel")
-    assert jax.tree.structure(state) == jax.tree.structure(optimizer.opt_state)
-    assert float(jnp.abs(po.page_in(state, "layers/0/kernel")["mu"]).max()) == 0
-    assert float(jnp.abs(po.page_in(state, "layers/1/kernel")["mu"]).max()) > 0
-    optimizer.opt_state = state
-    optimizer.update(model, nnx.state(model, nnx.Param))
-
-
-def test_nnx_optimizer_rebalance():
-    kernel = 2 * 4 * 32 * 40
-    model, tx, optimizer = nnx_optimizer(device_budget=kernel)
-    recent = ["layers/0/kernel", "layers/1/kernel"]
-    optimizer.opt_state = po.rebalance(tx, optimizer.opt_state, recent)
+    optimizer.opt_state = po.increment_step(new, FIRST)
+    optimizer.update(model, params)
     state = optimizer.opt_state
-    assert [po.is_device_resident(state, path) for path in recent] == [False, True]
-    assert po.device_bytes(state, "layers") == kernel
-    optimizer.update(model, nnx.state(model, nnx.Param))
-    assert po.is_device_resident(optimizer.opt_state, "layers/1/kernel")
-
-
-def test_nnx_abstract_state():
-    model, tx, optimizer = nnx_optimizer()
-    params = nnx.state(model, nnx.Param)
-    target = po.abstract_state(tx, params)
-    assert jax.tree.structure(target) == jax.tree.structure(tx.init(params))
-    assert kinds(target) == kinds(optimizer.opt_state)
+    assert [int(po.get_step(state, path)) for path in (FIRST, SECOND)] == [3, 2]
+    state = po.init_param(tx, state, params, FIRST)
+    assert structure(state) == structure(optimizer.opt_state)
+    assert float(jnp.abs(po.page_in(state, FIRST)["mu"]).max()) == 0
+    assert float(jnp.abs(po.page_in(state, SECOND)["mu"]).max()) > 0
+    optimizer.opt_state = po.rebalance(tx, state, [FIRST, SECOND])
+    optimizer.update(model, params)
+    state = optimizer.opt_state
+    assert [po.is_device_resident(state, path) for path in (FIRST, SECOND)] == [0, 1]
+    assert po.device_bytes(state, "layers") == size
 
 
 def test_linen_train_state():

@@ -13,26 +13,6 @@ from helpers.reference import SMALL_PAGES, assert_equal, kinds
 from helpers.small import DEVICE, HOST
 
 
-def test_rebalance_moves_nothing_that_is_in_place():
-    tx = adam(device_budget=BUDGET)
-    state = tx.init(small())
-    again = po.rebalance(tx, state, ["a", "c"])
-    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
-        assert new is old
-        assert not old.is_deleted()
-
-
-def test_rebalance_deletes_what_moved_and_nothing_else():
-    tx = adam(device_budget=BUDGET)
-    state = tx.init(small())
-    a, b, c = (state[0].mu[name] for name in "abc")
-    new = po.rebalance(tx, state, ["c"])
-    assert a.is_deleted()
-    assert new[0].mu["b"] is b
-    assert new[0].mu["c"] is c
-    assert new[0].count is state[0].count
-
-
 def test_rebalance_of_groups_and_repeated_paths():
     tx = adam(device_budget=A + C)
     state = po.rebalance(tx, tx.init(nested()), ["blocks/0", "blocks/1"])
@@ -58,12 +38,6 @@ def test_rebalance_of_generators_and_nothing_used():
         False,
     ]
     assert po.device_resident_count(po.rebalance(tx, state, [])) == 0
-
-
-def test_a_parameter_larger_than_the_budget_is_passed_over():
-    tx = adam(device_budget=BUDGET)
-    state = po.rebalance(tx, tx.init(small()), ["c", "a", "b"])
-    assert [po.is_device_resident(state, name) for name in "abc"] == [True, False, True]
 
 
 def test_without_a_budget_everything_stays():
@@ -122,18 +96,6 @@ def test_rebalance_keeps_shards_where_they_are():
         for x in jax.tree.leaves((state[0].mu, state[0].nu)):
             kind = x.sharding.memory_kind
             assert x.sharding.is_equivalent_to(sharding.with_memory_kind(kind), 2)
-
-
-def test_rebalance_is_refused_in_jit():
-    tx = adam(device_budget=BUDGET)
-    with pytest.raises(ValueError, match="outside jit"):
-        jax.jit(lambda state: po.rebalance(tx, state, ["a"]))(tx.init(small()))
-
-
-def test_rebalance_of_an_unpaged_transformation():
-    tx = optax.adam(1e-2)
-    with pytest.raises(ValueError, match="no paged transformation"):
-        po.rebalance(tx, tx.init(small()), ["a"])
 
 
 def test_training_goes_on_between_moves():

@@ -163,31 +163,6 @@ def test_what_is_missing_is_named():
         po.place_state(tx, [state, None, None], params)
 
 
-ENTRIES = {
-    "page_in": lambda state: po.page_in(state, "w"),
-    "page_out": lambda state: po.page_out(state, "w", {}),
-    "get_step": lambda state: po.get_step(state, "w"),
-    "increment_step": lambda state: po.increment_step(state, "w"),
-    "is_device_resident": lambda state: po.is_device_resident(state, "w"),
-    "device_resident_count": po.device_resident_count,
-    "rebalance": lambda state: po.rebalance(TXS["8 bits"](), state, []),
-    "to_bitsandbytes": po.to_bitsandbytes,
-    "from_bitsandbytes": lambda state: po.from_bitsandbytes(state, {}),
-    "master_weights": lambda state: po.master_weights(
-        {"w": jnp.ones((16, 256), jnp.bfloat16)}, state
-    ),
-}
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_dicts_alone_are_no_state(entry):
-    """No other cause is named: the moments are there, and whose they are is not."""
-    state = po.paged_adamw(1e-2, **PAGING).init({"w": _matrix()})
-    restored = flax.serialization.to_state_dict(state)
-    with pytest.raises(ValueError, match=r"restore without a target.*place_state"):
-        ENTRIES[entry](restored)
-
-
 @pytest.mark.parametrize(
     "params", [Alone, lambda x: {"value": x}, lambda x: {"w": {"value": x}}]
 )

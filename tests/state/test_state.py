@@ -5,12 +5,9 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
 from helpers import aot
@@ -20,7 +17,6 @@ from helpers.reference import (
     SMALL_PAGES,
     arrays,
     assert_equal,
-    distances,
     kinds,
 )
 from helpers.small import (
@@ -77,41 +73,6 @@ def test_init_copies_parameters_and_leaves_them_alone():
     assert_equal(state.z, params)
     assert kinds(state.z) == [HOST, HOST]
     assert kinds(params) == [DEVICE, DEVICE]
-
-
-def test_init_of_shapes_alone_allocates_nothing():
-    params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)}  # 4 TiB
-    state = jax.eval_shape(po.paged_adamw(1e-3).init, params)
-    assert optax.tree.get(state, "mu")["w"].shape == (1 << 20, 1 << 20)
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_state_is_beside_committed_parameters(jit):
-    device = jax.devices()[3]
-    params = jax.device_put(small(), device)
-    state = TX.init(params)
-    for moment in jax.tree.leaves((state[0].mu, state[0].nu)):
-        assert moment.devices() == {device}
-    update = jax.jit(TX.update) if jit else TX.update
-    updates, state = update(params, state, params)
-    assert {d for x in jax.tree.leaves((updates, state)) for d in x.devices()} == {
-        device
-    }
-    assert kinds(state) == ALL_PAGED
-
-
-def test_state_of_sharded_parameters_is_sharded_alike():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec("x"))
-    params = jax.device_put(small(), sharding)
-    tx = po.paged_adam(1e-2, **SMALL_PAGES)
-    state = tx.init(params)
-    _, new = tx.update(params, state, params)
-    for tree in (state, new):
-        assert kinds(tree) == ALL_PAGED
-        for moment in jax.tree.leaves((tree[0].mu, tree[0].nu)):
-            assert moment.sharding.is_equivalent_to(sharding.with_memory_kind(HOST), 2)
-    assert_equal(new, TX.update(small(), TX.init(small()), small())[1])
 
 
 # -- residency -----------------------------------------------------------------
@@ -179,20 +140,6 @@ def test_tree_get_set_and_map_params():
     assert marked[0].count == "other"
 
 
-def test_state_of_optax_continues_paged_and_back():
-    adam, params = optax.adam(1e-2), small()
-    update = jax.jit(adam.update)
-    _, state = update(small(1), adam.init(params), params)
-    moved = jax.tree.map(
-        lambda x, like: jax.device_put(x, like.sharding), state, TX.init(params)
-    )
-    _, paged = TX.update(small(2), moved, params)
-    _, wanted = update(small(2), state, params)
-    assert_equal(paged, wanted)
-    back = jax.device_put(paged, jax.memory.Space.Device)
-    assert_equal(update(small(3), back, params)[1], update(small(3), wanted, params)[1])
-
-
 # -- tracing --------------------------------------------------------------------
 
 
@@ -208,16 +155,6 @@ def test_inner_update_is_traced_once_a_call(leaves, jit):
         _, state = update(params, state, params)
     # What is eager may read more than its arguments, as Optax would.
     assert len(traces) == (1 if jit else 3)
-
-
-def test_jitted_init_then_update_does_not_retrace():
-    inner, traces = counting(optax.adam(1e-2))
-    tx = po.paged(inner, **SMALL_PAGES)
-    step = jax.jit(lambda s, p: tx.update(p, s, p)[1])
-    state = jax.jit(tx.init)(small())
-    for _ in range(3):
-        state = step(state, small())
-    assert len(traces) == 1
 
 
 # -- a user's own jit -------------------------------------------------------------
@@ -318,60 +255,3 @@ def test_the_state_alone_is_donated_on_accelerators(compile_for):
     assert report.host_arguments == report.host_outputs == moments
     assert report.host_aliased == moments
     assert report.host_temp == 0
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("which", ["parameter", "gradient"])
-def test_parameters_or_gradients_in_host_memory_are_refused(which, jit):
-    params, state = small(), TX.init(small())
-    moved = params | {"b": jax.device_put(params["b"], jax.memory.Space.Host)}
-    given = (params, moved) if which == "parameter" else (moved, params)
-    update = jax.jit(TX.update) if jit else TX.update
-    with pytest.raises(ValueError, match="host memory") as error:
-        update(given[0], state, given[1])
-    message = str(error.value)
-    assert f"{which} ['b']" in message
-    assert "jit_step" in message
-    assert "out_shardings" in message
-    assert "device_put" in message
-
-
-# -- Flax ---------------------------------------------------------------------
-
-
-def test_flax_train_state():
-    def train(tx):
-        state = TrainState.create(apply_fn=None, params=small(), tx=tx)
-        step = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
-        for number in range(10):
-            state = step(state, small(number))
-        return state
-
-    found, wanted = train(TX), train(optax.adam(1e-2))
-    assert kinds(found.opt_state) == ALL_PAGED
-    assert kinds(found.params) == [DEVICE, DEVICE]
-    assert_equal(found.opt_state, wanted.opt_state)
-    chex.assert_trees_all_close(found.params, wanted.params, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("donated", [(), (0, 1), (1, 0)], ids=str)
-def test_flax_nnx_optimizer(donated):
-    def train(tx):
-        model = nnx.Linear(64, 70, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        def step(model, optimizer, x):
-            loss = lambda m: (m(x) ** 2).mean()  # noqa: E731
-            optimizer.update(model, nnx.grad(loss)(model))
-
-        step = nnx.jit(step, donate_argnums=donated)
-        for _ in range(10):
-            step(model, optimizer, jnp.ones((5, 64)))
-        return nnx.state(model), nnx.state(optimizer)
-
-    model, optimizer = train(TX)
-    wanted, _ = train(optax.adam(1e-2))
-    assert sorted(kinds(optimizer)) == [DEVICE] * 2 + [HOST] * 4
-    assert kinds(model) == [DEVICE, DEVICE]
-    assert distances(model, nnx.state(nnx.Linear(64, 70, rngs=nnx.Rngs(0)))) != {}
-    chex.assert_trees_all_close(model, wanted, rtol=1e-5, atol=1e-6)

@@ -67,11 +67,6 @@ def test_auto_without_room_or_statistics_pages_everything(statistics, memory):
     assert po.device_resident_count(tx.init(small())) == 0
 
 
-def test_auto_on_this_machine_pages_everything():
-    """XLA:CPU keeps no statistics."""
-    assert po.device_resident_count(adam(device_budget="auto").init(small())) == 0
-
-
 def test_auto_counts_resident_moments_as_free_when_it_rebalances(statistics):
     tx = adam(device_budget="auto")
     limit, used = limit_for(A)
@@ -130,8 +125,3 @@ def test_auto_is_refused_in_one_of_several_processes(monkeypatch, statistics):
         with pytest.raises(ValueError, match="'auto' in one of 2 processes.*bytes"):
             do()
     adam(device_budget=BUDGET).init(small())
-
-
-def test_another_word_than_auto_is_refused():
-    with pytest.raises(ValueError, match="device_budget='Auto'"):
-        adam(device_budget="Auto")

@@ -85,17 +85,6 @@ def test_who_looks_tells_nothing(look):
     assert "manual" not in lowered.as_text()
 
 
-def test_a_second_init_that_says_otherwise():
-    """Known by path and shape; a `jit` over automatic axes cannot tell them apart."""
-    tx = po.paged_adam(0.1, **PAGED)
-    params = divided(mesh_of())
-    state = tx.init(params)
-    with pytest.raises(ValueError, match=r"parameter \['a'\].*shardings="):
-        tx.init(divided(mesh_of(), None, "data"))
-    text = jax.jit(tx.update).lower(params, state, params).as_text()
-    assert "manual" in text  # as the first said
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -114,14 +103,6 @@ def test_a_second_init_elsewhere(other):
     same(trained(jax.jit(tx.update), tx, there), adam(PARAMS))
     text = jax.jit(tx.update).lower(params, state, params).as_text()
     assert "manual" in text  # as the first said
-
-
-def test_init_may_say_the_same_again():
-    tx = po.paged_adam(0.1, **PAGED)
-    for params in (divided(mesh_of()), divided(mesh_of())):
-        same(trained(jax.jit(tx.update), tx, params), adam(PARAMS))
-    wide = {"a": jnp.ones((8, 64)), "b": jnp.ones(64)}  # another model
-    same(trained(jax.jit(tx.update), tx, wide), adam(wide))
 
 
 def test_shardings_are_for_all():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -71,7 +72,7 @@ def test_masters_are_rounded_to_nearest():
     gradients = {"w": jnp.asarray(old - wanted)}
     updates, state = tx.update(gradients, tx.init(params), params)
     params = optax.apply_updates(params, updates)
-    assert state.remainder["w"].dtype == jnp.int8
+    assert state.remainder_int8["w"].dtype == jnp.int8
     found = np.asarray(po.master_weights(params, state)["w"], np.float64)
     unit = 2.0 ** (np.floor(np.log2(abs(wanted.astype(np.float64)))) - 15)
     # Close to a tie between two numbers of bfloat16, 127 units are the most.
@@ -104,10 +105,10 @@ def test_resumed(codec):
     params, saved = jax.tree.map(np.asarray, half)
     params = jax.tree.map(jnp.asarray, params)
     kept = po.place_state(tx, saved, params)
-    assert kept.remainder["w"].sharding.memory_kind == "pinned_host"
+    assert kept.remainder_int8["w"].sharding.memory_kind == "pinned_host"
     found, kept = train(tx, params, kept, 2, first=2)
     np.testing.assert_array_equal(found["w"], wanted["w"])
-    np.testing.assert_array_equal(kept.remainder["w"], state.remainder["w"])
+    np.testing.assert_array_equal(kept.remainder_int8["w"], state.remainder_int8["w"])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -120,9 +121,9 @@ def test_meshes(axis_type):
     with jax.set_mesh(mesh):
         params = meshes.divided(params, mesh, {"w": PartitionSpec("x")})
         found, state = train(tx, params, tx.init(params), 3)
-    assert state.remainder["w"].sharding.spec[0] == "x"
+    assert state.remainder_int8["w"].sharding.spec[0] == "x"
     np.testing.assert_array_equal(wide(found["w"]), wide(wanted["w"]))
-    np.testing.assert_array_equal(state.remainder["w"], one.remainder["w"])
+    np.testing.assert_array_equal(state.remainder_int8["w"], one.remainder_int8["w"])
 
 
 def test_bytes():
@@ -154,6 +155,22 @@ def test_small_rates():
         po.paged_adamw(learning_rate=1e-6, **_INT8)
         po.paged_adamw(1e-7, master_remainders=True)
         po.paged_adamw(optax.constant_schedule(1e-7), **_INT8)
+
+
+@pytest.mark.parametrize("bits", [True, "int8"])
+def test_a_state_of_other_bits_is_refused(bits, tmp_path):
+    """By `update`, and by Orbax, which casts what has one name."""
+    params, other = weights(), "int8" if bits is True else True
+    make = lambda bits: po.paged_adamw(1e-3, master_remainders=bits, **ALL_PAGED)
+    tx, state = make(bits), make(other).init(params)
+    names = r"state\.remainder(_int8)?\['w'\].*state\.remainder(_int8)?\['w'\]"
+    with pytest.raises(ValueError, match=names):
+        tx.update(params, state, params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", state)
+        checkpointer.wait_until_finished()
+        with pytest.raises(ValueError, match="remainder_int8"):
+            checkpointer.restore(tmp_path / "saved", po.abstract_state(tx, params))
 
 
 def test_vectors_keep_16_bits():

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import paged_optax as po
-from helpers import aot, layered, reference, step_model
+from helpers import aot, reference, step_model
 from helpers.coded import ALL_PAGED, NAMES
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
@@ -129,87 +128,6 @@ def test_small_steps_add_up():
     np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(wanted), 1)
     copies = po.master_weights(*trained(jnp.bfloat16, master_dtype="float32"))["w"]
     np.testing.assert_array_equal(np.asarray(found), np.asarray(copies))
-
-
-class Model(nnx.Module):
-    """A matrix in bfloat16, and a scale in float32 that is its own master."""
-
-    def __init__(self, rngs):
-        make = lambda *args: nnx.Linear(*args, param_dtype=jnp.bfloat16, rngs=rngs)
-        self.first, self.second = make(96, 257), make(257, 64)
-        self.scale = nnx.Param(jnp.ones((96,)))
-
-    def __call__(self, x):
-        return self.second(self.first(x * self.scale[...]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
-def test_nnx(codec):
-    """Flax's `nnx.Optimizer`, paged as resident, but for XLA:CPU's contractions."""
-    x = jax.random.normal(jax.random.key(0), (8, 96))
-
-    def trained(**settings):
-        model = Model(nnx.Rngs(0))
-        tx = po.paged_adamw(1e-2, codec=codec, master_remainders=True, **settings)
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            loss = lambda model: jnp.mean(model(x).astype(jnp.float32) ** 2)
-            optimizer.update(model, nnx.grad(loss)(model))
-
-        for _ in range(3):
-            step(model, optimizer)
-        params = nnx.state(model, nnx.Param)
-        masters = po.master_weights(params, optimizer.opt_state)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(masters)
-
-    params, masters = trained(**ALL_PAGED)
-    for found, wanted in zip(
-        *map(jax.tree.leaves, (masters, trained(device_budget=None)[1])), strict=True
-    ):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
-    reference.assert_equal(masters["scale"], params["scale"])
-    for name in ("first", "second"):
-        kernel, master = params[name]["kernel"], masters[name]["kernel"]
-        assert master.dtype == jnp.float32
-        assert np.all(np.abs(wide(kernel) - master) <= np.abs(wide(kernel)) * 2.0**-8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("deferred", "bits"), [(False, True), (True, True), (False, "int8")]
-)
-def test_a_layerwise_step(deferred, bits):
-    """The masters are those that are kept in full, but for the step's 1/256."""
-    rate, batches = 0.5, [layered.batch(seed) for seed in range(3)]
-
-    def trained(**masters):
-        params = layered.parameters(2, dtype=jnp.bfloat16)
-        tx = po.paged_sgd(rate, momentum=0.9, **masters, **layered.SETTINGS)
-        rest = {name: x for name, x in params.items() if name != "layers"}
-        workspace = po.GradientWorkspace.allocate(
-            params["layers"],
-            host_dtype="float32" if deferred else None,
-            rest=rest if deferred else None,
-        )
-        step = layered.layerwise(tx, max_norm=1.0 if deferred else None)
-        given = params, tx.init(params), workspace
-        compiled = po.jit_step(step, *given, batches[0], donate_argnums=(0, 1, 2))
-        for batch in batches:
-            *given, _ = compiled(*given, batch)
-        params, state, _ = jax.jit(step.finish)(*given) if deferred else given
-        return po.master_weights(params, state)
-
-    first = layered.parameters(2, dtype=jnp.bfloat16)
-    found, wanted = trained(master_remainders=bits), trained(master_dtype="float32")
-    for one, other, old in zip(
-        *map(jax.tree.leaves, (found, wanted, first)), strict=True
-    ):
-        moved = np.abs(np.asarray(other) - wide(old)).max()
-        assert moved > 1e-3
-        np.testing.assert_allclose(one, other, rtol=0, atol=moved / 64)
 
 
 @pytest.mark.slow

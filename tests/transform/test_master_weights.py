@@ -42,20 +42,6 @@ def test_master_weights(codec):
     assert moved < 0.02 * 1000 * params["w"].size
 
 
-def test_master_weights_learn_what_bfloat16_forgets():
-    """Steps far below the parameters' resolution add up."""
-    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
-    tx = po.paged(optax.sgd(1e-4), master_dtype="float32", **ALL_PAGED)
-    state = tx.init(params)
-    for _ in range(100):
-        updates, state = tx.update(params, state, params)
-        params = optax.apply_updates(params, updates)
-    assert abs(float(params["w"][0, 0]) - 0.99) < 4e-3
-    plain, bare = optax.sgd(1e-4), {"w": jnp.ones((64, 128), jnp.bfloat16)}
-    updates, _ = plain.update(bare, plain.init(bare), bare)
-    assert float(optax.apply_updates(bare, updates)["w"][0, 0]) == 1.0
-
-
 def regression(dtype, tx, scale=1024.0):
     """The losses of twenty steps; the loss that is differentiated is scaled."""
     random = np.random.default_rng(0)
@@ -88,29 +74,3 @@ def test_float16_needs_master_weights():
     np.testing.assert_allclose(found, wanted, rtol=2e-3)
     alone = regression(jnp.float16, po.paged_adamw(3e-3, **ALL_PAGED))
     assert not np.isfinite(alone[-1])
-
-
-@pytest.mark.quick("1-P('x',)", "8-P()-None")
-@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
-@pytest.mark.parametrize("spec", [jax.P("x"), jax.P()], ids=str)
-@pytest.mark.parametrize("devices", [1, 8])
-def test_on_explicit_axes(devices, spec, codec):
-    """Also where types name a mesh, and nothing is divided: Optax's masters, eager."""
-    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
-    sharding = jax.NamedSharding(mesh, spec)
-    for shape in ((2048, 304), (8, 128, 256)):
-        value = jax.random.normal(jax.random.key(0), shape).astype("bfloat16")
-        params = {"w": jax.device_put(value, sharding)}
-        tx = po.paged_adamw(1e-2, master_dtype="float32", codec=codec)
-        state = tx.init(params)
-        masters = po.master_weights(params, state)["w"]
-        np.testing.assert_array_equal(masters, np.asarray(value, "float32"))
-        _, after = jax.jit(tx.update)(params, state, params)
-        alone = po.paged_adamw(1e-2, master_dtype="float32", codec=codec)
-        one = {"w": value}
-        _, wanted = jax.jit(alone.update)(one, alone.init(one), one)
-        # XLA fuses a shard otherwise: a unit in the last place.
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
-            *map(jax.device_get, (after, wanted)),
-        )

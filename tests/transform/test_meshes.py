@@ -217,46 +217,6 @@ def test_extra_arguments_on_explicit_axes():
                 np.testing.assert_array_equal(new[name], on * g)
 
 
-@pytest.mark.quick("P()")
-@pytest.mark.parametrize("spec", [P(None, "x"), P()], ids=str)
-def test_layerwise_step_on_explicit_axes(spec):
-    """The numbers of `jax.grad` and Optax; everything stays divided as it was."""
-    weights = {"layers": {"w": jnp.full((2, 16, 16), 0.01) + jnp.eye(16)}}
-    batch = jnp.linspace(0, 1, 8 * 16).reshape(8, 16)
-    through = lambda w, x: x + jnp.tanh(x @ w)
-
-    def loss(params, x):
-        for w in params["layers"]["w"]:
-            x = through(w, x)
-        return jnp.mean(x**2)
-
-    plain = optax.sgd(0.1, momentum=0.9)
-    gradients = jax.grad(loss)(weights, batch)
-    updates, wanted = plain.update(gradients, plain.init(weights), weights)
-    tx = po.paged_sgd(0.1, momentum=0.9, page_size=256, min_paged_size=0)
-    model = po.LayerwiseModel(
-        lambda rest, batch: (batch, None),
-        lambda w, x, context, i: (through(w["w"], x), None),
-        lambda rest, x, kept, batch: jnp.mean(x**2),
-    )
-    step = po.layerwise_step(model, tx)
-    mesh = mesh_of(EXPLICIT)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(weights, NamedSharding(mesh, spec))
-        args = params, tx.init(params), po.GradientWorkspace.allocate(params["layers"])
-        new, state, *_ = jax.jit(step)(*args, jax.device_put(batch, P("x")))
-        whole = jax.jit(jax.value_and_grad(model.loss))(params, batch)
-    np.testing.assert_allclose(whole[0], loss(weights, batch), rtol=1e-5)
-    assert placements(whole[1]) == placements(params)
-    for found, expected in [
-        (new, optax.apply_updates(weights, updates)),
-        (optax.tree.get(state, "trace"), optax.tree.get(wanted, "trace")),
-    ]:
-        found, expected = found["layers"]["w"], expected["layers"]["w"]
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert placements((new, state)) == placements(args[:2])
-
-
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_factors_of_a_divided_parameter(jit):
     """They are paged by all devices, whole, whatever their parameter's shards."""

@@ -1,7 +1,6 @@
 """Updates of some parameters: the ways to say which, and what is refused."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,14 +42,6 @@ def test_ways_to_say_what_is_active(way, paging):
         assert_partial(found, state, gates, wanted=wanted)
 
 
-@pytest.mark.parametrize("way", ["none", "mixed"])
-def test_static_under_jit(way):
-    active, gates = WAYS[way]
-    tx, state = started()
-    update = jax.jit(lambda g, s, p: tx.update(g, s, p, active=active))
-    assert_partial(update(nested(3), state, nested()), state, gates)
-
-
 def test_static_and_traced_together():
     tx, state = started()
 
@@ -83,58 +74,6 @@ def test_computed_from_the_step():
         gates = (1, 1, 0, 0) if drawn == 0 else (0, 0, 1, 1)
         assert_partial(found, state, gates)
     assert seen == {0, 1}
-
-
-def test_none_is_everything():
-    tx, state = started()
-    found = tx.update(nested(3), state, nested(), active=None)
-    assert_partial(found, state, (1, 1, 1, 1))
-
-
-@pytest.mark.parametrize(
-    "active",
-    [
-        {"x": True},
-        {"x": True, "y": True, "z": True},
-        {"x": {"v": True}, "y": True},
-        {"x": True, "y": (True, True)},
-        {"x": True, "y": [True]},
-        {"x": {"v": {"deep": True}, "w": True}, "y": True},
-        [True, True],
-        [],
-        {"x": None, "y": True},
-        {},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_another_structure_is_refused(active, jit):
-    tx, state = started()
-    update = lambda: tx.update(nested(3), state, nested(), active=active)
-    with pytest.raises(ValueError) as error:
-        (jax.jit(update) if jit else update)()
-    for word in ("active=", "prefix", "bool"):
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [1, 0, 1.0, "yes", jnp.int32(1), jnp.ones((), jnp.float32), jnp.ones(1, bool)]
-    + [np.array([True, False]), np.int64(1), jnp.ones((), jnp.uint8)],
-    ids=repr,
-)
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
-def test_what_is_no_bool_is_refused(wrong, traced):
-    if traced and isinstance(wrong, str):
-        return
-    tx, state = started()
-    update = lambda wrong: tx.update(
-        nested(3), state, nested(), active={"x": wrong, "y": True}
-    )
-    with pytest.raises(TypeError) as error:
-        (jax.jit(update) if traced else update)(wrong)
-    for word in ("active['x']", "is not a bool", "shape ()"):
-        assert word in str(error.value)
 
 
 def test_parameters_that_are_none():

@@ -205,18 +205,3 @@ def _mixed(old, new):
         old,
         new,
     )
-
-
-@pytest.mark.parametrize("kind", ["static", "traced"])
-def test_codes_of_inactive_parameters_stand_still(kind):
-    """Neither decoded nor drawn again: the very codes and scales."""
-    tx = adam(codec={"mu": "bfloat16", "nu": "dynamic_int8"})
-    params = small()
-    _, state = tx.update(params, tx.init(params), params)
-    active = {"w": False, "v": True, "s": True}
-    active = active if kind == "static" else on_the_device(active)
-    updates, new = tx.update(small(1), state, params, active=active)
-    assert kinds(new) == kinds(state)
-    assert not updates["w"].any()
-    assert_equal(po.page_in(new, "w"), po.page_in(state, "w"))
-    assert distances(po.page_in(new, "v"), po.page_in(state, "v"))

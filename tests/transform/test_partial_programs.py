@@ -12,9 +12,12 @@ import pytest
 import paged_optax as po
 from helpers import aot
 from helpers.activity import adam, chosen, on_the_device, small
+from helpers.gates import bound_of, loop_around
+from helpers.hlo import Computations
 from helpers.programs import (
     COMPILERS,
     MIB,
+    assert_addresses,
     assert_in_place,
     leaf_shapes,
     on_device,
@@ -25,8 +28,6 @@ from helpers.programs import (
 )
 from helpers.reference import SMALL_PAGES
 from helpers.small import counting
-from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.sharing import MomentFormat, cut
 
 EVERY_PATTERN = list(itertools.product((0, 1), repeat=3))
 
@@ -134,73 +135,21 @@ def gated(tx, params, static=None):
     return build
 
 
-class Program:
-    """A compiled program's text: its computations, and who calls whom."""
+def host_transfers(program):
+    """The computation of each transfer to or from host memory."""
+    return [
+        name
+        for name, inside in program.instructions.items()
+        for x in inside
+        if x.started and program.on_host(x)
+    ]
 
-    def __init__(self, hlo):
-        self.computations, self.entry = {}, ""
-        for block in hlo.split("\n\n"):
-            lines = block.strip().splitlines()
-            header = lines and re.match(r"(ENTRY )?%([\w.-]+) \(", lines[0])
-            if header:
-                self.computations[header[2]] = lines[1:]
-                self.entry = header[2] if header[1] else self.entry
 
-    def instruction(self, computation, name):
-        """An instruction's opcode and operands."""
-        pattern = re.compile(rf"\s*(ROOT )?%{re.escape(name)} = ")
-        line = next(x for x in self.computations[computation] if pattern.match(x))
-        call = re.search(r" ([a-z][\w-]*)\(((?:%[^()]*)?|\d+)\)(?:,|$)", line)
-        assert call, line
-        return call[1], re.findall(r"%([\w.-]+)", call[2]), line
-
-    def host_transfers(self):
-        """The computation of each transfer to or from host memory."""
-        for name, lines in self.computations.items():
-            for line in lines:
-                if re.search(r" [\w-]+-start\(", line) and "S(5)" in line:
-                    yield name
-
-    def flag_above(self, computation):
-        """The Boolean argument that bounds the outermost loop around a computation."""
-        while True:
-            name = re.escape(computation)
-            called = re.compile(rf"=%{name}[,\s]|branch_computations=.*%{name}[,}}]")
-            computation, call = next(
-                (caller, line)
-                for caller, lines in self.computations.items()
-                for line in lines
-                if called.search(line)
-            )
-            if computation == self.entry:
-                return self._bound(call)
-
-    def _bound(self, call):
-        loop = re.search(r" while\(%([\w.-]+)\), condition=%([\w.-]+)", call)
-        assert loop, f"not inside a loop: {call[:200]}"
-        _, inits, _ = self.instruction(self.entry, loop[1])
-        compared = [
-            int(re.search(r"index=(\d+)", x)[1])
-            for x in self.computations[loop[2]]
-            if " get-tuple-element(" in x
-        ]
-        roots = [x for x in self.computations[loop[2]] if "ROOT" in x]
-        assert re.search(r" compare\(| fusion\(", roots[0])
-        flags = {self._argument(inits[index]) for index in compared} - {None}
-        assert len(flags) == 1, call[:200]
-        return flags.pop()
-
-    def _argument(self, name):
-        """The Boolean argument that an instruction converts, if it does."""
-        while True:
-            opcode, operands, line = self.instruction(self.entry, name)
-            if opcode == "parameter":
-                return name if " = pred[]" in line else None
-            if opcode not in ("convert", "copy", "fusion", "bitcast", "copy-done"):
-                return None
-            if len(operands) != 1:
-                return None
-            (name,) = operands
+def flag_above(program, computation):
+    """The Boolean argument that bounds the outermost loop around a computation."""
+    bound = bound_of(program, loop_around(program, computation)).values()
+    (flag,) = (x for x in bound if x.operation == "parameter" and "pred[]" in x.types)
+    return flag.name
 
 
 @pytest.mark.compiler
@@ -210,8 +159,8 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
     params = leaf_shapes(COMPILED)
     report = compile_for(gated(po.paged_adamw(1e-3, page_size="1MiB"), params))
     assert_in_place(report)
-    program = Program(report.hlo)
-    found = [program.flag_above(name) for name in program.host_transfers()]
+    program = Computations(report.hlo)
+    found = [flag_above(program, name) for name in host_transfers(program)]
     count = {
         flag: sum(f"__{flag}__" in name or f"_{flag}_" in name for name in found)
         for flag in params
@@ -245,20 +194,7 @@ def test_addresses_under_flags(page_size):
     shape, leaves = (4096, 1024), 3
     params = leaf_shapes({f"leaf{i}": shape for i in range(leaves)})
     report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
-    pages = cut(shape, (MomentFormat(4),), int(page_size[0]) * MIB).gpu
-    page_bytes = 4 * pages.entries
-    found = aot.descriptors(report.hlo)
-    first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
-    places = {(kind, start, step) for kind, _, start, step in found}
-    assert places == {
-        ("read", first, page_bytes),
-        ("write", 0, page_bytes),
-        *aot.ends(pages, page_bytes),
-    }
-    loops = 1 if GPU_NEEDS_RAW_INDEX else 2
-    for kind in ("read", "write"):
-        count = sum(n for key, n in found.items() if key[0] == kind)
-        assert count == 2 * loops * leaves
+    assert_addresses(report, shape, int(page_size[0]) * MIB, leaves)
 
 
 @pytest.mark.compiler
@@ -272,7 +208,7 @@ def test_what_is_off_is_compiled_away(compile_for):
     assert report.host_aliased == report.host_outputs
     loop = transfers(compile_for)
     assert report.transfers == loop + 4
-    assert sum(1 for _ in Program(report.hlo).host_transfers()) == loop + 4
+    assert len(host_transfers(Computations(report.hlo))) == loop + 4
     nothing = compile_for(gated(tx, params, dict.fromkeys(params, False)))
     assert nothing.transfers == 0
     assert nothing.host_temp == 0

@@ -141,19 +141,6 @@ def test_each_parameter_is_alone_eager(kind):
     )
 
 
-def test_own_steps_are_optax_when_all_are_active():
-    """Counts apart, the state is that of one count for all."""
-    tx, shared = own_steps("paged_adamw")[0], optax.adamw(SCHEDULE, weight_decay=0.1)
-    state, wanted = tx.init(small()), shared.init(small())
-    for number in range(3):
-        _, state = jax.jit(tx.update)(small(number), state, small())
-        _, wanted = jax.jit(shared.update)(small(number), wanted, small())
-    for field in ("mu", "nu"):
-        assert_equal(getattr(state[0], field), getattr(wanted[0], field))
-    assert {int(x) for x in jax.tree.leaves(state[0].count)} == {3}
-    assert jax.tree.structure(state[0].count) == jax.tree.structure(small())
-
-
 def test_counts_of_resident_parameters_stand_still_too():
     tx = adam(per_parameter_steps=True, device_budget=None)
     state = tx.init(small())

@@ -106,12 +106,3 @@ def test_micro_steps_around_leaves_laid_end_to_end():
     assert not any(x.any() for x in updates.values())
     updates, state = tx.update(params, state, params)
     assert all(x.any() for x in updates.values())
-
-
-def test_transformations_across_parameters_are_refused_as_ever():
-    tx = po.paged(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
-    params = small()
-    with pytest.raises(po.CrossLeafError, match="clip_by_global_norm"):
-        tx.update(
-            params, tx.init(params), params, active={"w": True, "v": 0 < 0, "s": True}
-        )

@@ -15,13 +15,8 @@ from helpers.reference import arrays, assert_equal, kinds
 from helpers.wrapped import (
     CASES,
     PAGING,
-    SHAPES,
-    WRAPPERS,
     as_paged,
-    every_third,
-    gradients_of,
     itself,
-    step_with,
 )
 
 
@@ -152,25 +147,3 @@ def test_a_bad_condition_is_refused_as_by_optax():
         tx = of.MultiSteps(optax.sgd(1e-2), 2, should_skip_update_fn=skip)
         with pytest.raises(ValueError, match="should return a boolean scalar"):
             tx.update(params, tx.init(params), params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [x for x in WRAPPERS if x.startswith("po.")][::2])
-def test_plain_jit_settles_after_its_first_step(name):
-    """One program, and one for what `init` leaves uncommitted; none later.
-
-    Donated buffers are paired by order: parameters first, as the step returns them.
-    """
-    wrapper = WRAPPERS[name]
-    make = lambda **kwargs: po.paged(optax.sgd(1e-2, momentum=0.9), **PAGING)
-    tx = optax.with_extra_args_support(wrapper.wrap(make))
-    params = arrays(shapes=SHAPES)
-    state = tx.init(params)
-    places = kinds(state)
-    step, programs = jax.jit(step_with(tx), donate_argnums=(0, 1)), []
-    for number in range(4):
-        go = jnp.asarray(every_third(number))
-        params, state, _ = step(params, state, gradients_of(wrapper, number), go)
-        assert kinds(state) == places
-        programs.append(step._cache_size())
-    assert programs[1] == programs[-1] <= 2

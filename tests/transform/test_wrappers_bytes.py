@@ -1,14 +1,13 @@
 """A step that a wrapper skips moves no byte, as the compilers have it."""
 
-import dataclasses
-import re
-
 import jax
 import optax
 import pytest
 
 import paged_optax as po
 from helpers import aot
+from helpers.gates import bound_of, loops_over_host
+from helpers.hlo import Computations
 from helpers.programs import (
     COMPILERS,
     MIB,
@@ -61,94 +60,14 @@ def stepping(tx, params):
     return build
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One instruction of an entry computation."""
-
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    line: str
-
-
-def instructions(computation: str) -> dict[str, Instruction]:
-    found = {}
-    for line in computation.splitlines()[1:]:
-        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-        operation = re.search(r"(?:^| )([a-z][\w\-]*)\(", rest)
-        if operation:
-            operands = rest[operation.end() :].split("), ")[0]
-            found[name.lstrip("%")] = Instruction(
-                rest[: operation.start()],
-                operation[1],
-                tuple(re.findall(r"%([\w.\-]+)", operands)),
-                line,
-            )
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class HostUse:
-    """How a compiled program reaches host memory.
-
-    Attributes:
-      outside: Instructions that touch a host buffer outside every loop.
-      bounds: For each outermost loop over host buffers, what its trip count is computed
-        from in the entry computation; empty where it follows from no argument.
-    """
-
-    outside: list[str]
-    bounds: list[dict[str, Instruction]]
-
-    @classmethod
-    def of(cls, hlo: str) -> "HostUse":
-        computations = {}
-        for text in re.split(r"\n\}\n", hlo):
-            header = re.search(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", text, re.MULTILINE)
-            if header:
-                body = text[header.start() :]
-                computations["ENTRY" if header[1] else header[2]] = instructions(body)
-        entry = computations["ENTRY"]
-        harmless = ("parameter", "tuple", "get-tuple-element", "bitcast", "while")
-        outside, bounds = [], []
-        for instruction in entry.values():
-            shapes = [entry[x].shape for x in instruction.operands]
-            if not any("S(5)" in shape for shape in (instruction.shape, *shapes)):
-                continue
-            if instruction.opcode not in harmless:
-                outside.append(instruction.line)
-            if instruction.opcode != "while":
-                continue
-            (carried,) = instruction.operands
-            condition = computations[
-                re.search(r"condition=%?([\w.\-]+)", instruction.line)[1]
-            ]
-            compared = {
-                int(re.search(r"index=(\d+)", x.line)[1])
-                for x in condition.values()
-                if x.opcode == "get-tuple-element"
-            }
-            reached = [_slice(entry, entry[carried].operands[i]) for i in compared]
-            # The counter starts at a constant; the other one is the bound, unless the
-            # condition compares with a constant of its own.
-            bound: dict[str, Instruction] = {}
-            for x in reached:
-                if any(y.opcode == "parameter" for y in x.values()):
-                    bound |= x
-            fixed = any(x.opcode == "constant" for x in condition.values())
-            bounds.append({} if fixed else bound)
-        return cls(outside, bounds)
-
-
-def _slice(entry: dict[str, Instruction], name: str) -> dict[str, Instruction]:
-    """An instruction and all that it follows from."""
-    found, waiting = {}, [name]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found[name] = entry[name]
-            waiting.extend(entry[name].operands)
-    return found
+def used_outside(program):
+    """What touches a host array outside every loop."""
+    harmless = ("parameter", "tuple", "get-tuple-element", "bitcast", "while")
+    return [
+        x.line
+        for x in program.instructions[program.entry]
+        if program.on_host(x) and x.operation not in harmless
+    ]
 
 
 @pytest.mark.quick("-MultiSteps", "conditionally_mask-h200")
@@ -169,12 +88,13 @@ def test_a_skipped_step_moves_no_byte(compile_for, name):
     assert 0 <= report.device_outputs - report.device_aliased < 2**16
     beside = BESIDE.get((name, compile_for), 0)
     assert report.device_temp <= 48 * MIB + beside * LEAF
-    use = HostUse.of(report.hlo)
-    assert use.outside == []
-    assert len(use.bounds) == 4
+    program = Computations(report.hlo)
+    assert used_outside(program) == []
+    loops = loops_over_host(program)
+    assert len(loops) == 4
     assert report.transfers == 4 * transfers(compile_for)
-    for bound in use.bounds:
-        assert any("pred[]" in x.shape for x in bound.values())
+    for bound in (bound_of(program, loop) for loop in loops):
+        assert any("pred[]" in x.types for x in bound.values())
         assert any(DECIDES[name] in x for x in bound)
 
 
@@ -183,10 +103,11 @@ def test_a_skipped_step_moves_no_byte(compile_for, name):
 def test_an_update_that_is_never_skipped_has_no_such_bound(compile_for):
     """The check above can fail: without a wrapper no loop waits for a predicate."""
     tx = po.paged_adamw(1e-3, page_size="8MiB")
-    use = HostUse.of(compile_for(stepping(tx, square(2))).hlo)
+    program = Computations(compile_for(stepping(tx, square(2))).hlo)
+    loops = loops_over_host(program)
     # On a GPU there may be calls in the place of such loops.
-    assert use.bounds or "call(" in "".join(use.outside)
-    assert not any(use.bounds)
+    assert loops or "call(" in "".join(used_outside(program))
+    assert not any(bound_of(program, loop) for loop in loops)
 
 
 @pytest.mark.compiler

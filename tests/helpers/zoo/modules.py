@@ -36,7 +36,7 @@ def gpt_2():
                 "c_proj": normal(WIDTH, WIDTH),
             },
             "ln_2": norm_weights(),
-            "mlp": {"c_fc": normal(WIDTH, 64) * (1 + n), "c_proj": normal(64, WIDTH)},
+            "mlp": {"c_fc": normal(WIDTH, 192) * (1 + n), "c_proj": normal(192, WIDTH)},
         }
         for n in range(3)
     }
@@ -142,9 +142,9 @@ class SownBlock(nn.Module):
         y = nn.RMSNorm()(x)
         gates = nn.softmax(nn.Dense(4, use_bias=False, name="router")(y))
         self.sow("intermediates", "balance", 4 * jnp.mean(gates**2))
-        shape = (4, WIDTH, WIDTH)
-        up = self.param("up", nn.initializers.normal(0.1), shape)
-        down = self.param("down", nn.initializers.normal(0.1), shape)
+        init = nn.initializers.normal(0.1)
+        up = self.param("up", init, (4, WIDTH, 2 * WIDTH))
+        down = self.param("down", init, (4, 2 * WIDTH, WIDTH))
         each = jnp.einsum("ebtf,efd->ebtd", jax.nn.silu(y @ up[:, None]), down)
         return x + jnp.einsum("ebtd,bte->btd", each, gates)
 

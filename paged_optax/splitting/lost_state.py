@@ -1,0 +1,126 @@
+"""Warnings of state whose new value the next step does not read."""
+
+import collections
+import functools
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jaxtyping import PyTree
+
+from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant
+from paged_optax.backend.text import dtype_and_shape, keystr
+from paged_optax.backend.user_warnings import warn_user
+from paged_optax.splitting.dependence import source_line
+
+#: Advice for state that changes in each step.
+STATE_RECIPE = (
+    "Pass state in the batch, loss(params, (state, inputs)), and return the new state"
+    " beside the loss: with NNX, return value, nnx.state(model, nnx.Not(nnx.Param))."
+    " The state of the next batch is then output.metrics; docs/models_with_state.md"
+    " also shows Linen and Equinox. For random numbers alone a new key in each batch is"
+    " enough: with NNX, begin the loss with nnx.reseed(model, dropout=batch['key']),"
+    " with the streams' names (default for nnx.Rngs(0))."
+)
+
+#: Inputs that a value is computed from: bit n stands for input number n.
+_Sources = int
+
+
+def warn_of_lost_state(
+    flat: Flat, args: Sequence[tuple[str, PyTree]], losses: int
+) -> None:
+    """Warns of state that no step changes, or that the optimizer would change.
+
+    These are keys and counts of random numbers, and values of which the loss computes a
+    new one that it does not return, such as running statistics.
+
+    Args:
+      flat: The loss.
+      args: The names and types of its arguments: params, frozen, batch.
+      losses: The number of its first results, which the parameters are trained by.
+    """
+    names, of_argument = list[str](), dict[str, _Sources]()
+    for name, tree in args:
+        first, leaves = len(names), jax.tree_util.tree_leaves_with_path(tree)
+        names += [f"{name}{keystr(path)}" for path, _ in leaves]
+        of_argument[name] = (1 << len(names)) - (1 << first)
+    inputs = {*range(len(names)), *flat.constants}
+    bits = {n: 1 << n for n in inputs}
+    kind = lambda x: (flat.avals[x].shape, flat.avals[x].dtype)
+    of_kind = collections.defaultdict[Hashable, _Sources](int)
+    for n in inputs:
+        of_kind[kind(n)] |= bits[n]
+    sources = dict(bits)
+    get = lambda x: 0 if isinstance(x, Constant) else sources[x]
+    renewed, draws = 0, list[tuple[_Sources, int]]()
+    for index, e in enumerate(flat.eqns):
+        operands = [get(x) for x in e.inputs]
+        sources.update(dict.fromkeys(e.outputs, union := _union(operands)))
+        if e.traced is not None:
+            draws += ((x, index) for x in _draws(e.traced, operands))
+        if union & (union - 1):  # of several inputs
+            renewed |= union & _union(of_kind[kind(x)] for x in e.outputs)
+    outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
+    returned = _union(
+        bits[n]
+        for n in inputs
+        if any(x != n and sources[x] & bits[n] and kind(x) == kind(n) for x in outputs)
+    )
+    trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
+    read = (params & trained) | (~params & _union(map(get, flat.outputs)))
+    closed = _union(bits[n] for n in flat.constants)
+    fixed = closed | (of_argument.get("frozen", 0) & ~returned)
+    for n in sorted(inputs):
+        closed_over = f"a closed-over array, {dtype_and_shape(flat.avals[n])}"
+        name = names[n] if n < len(names) else closed_over
+        drawn = [index for x, index in draws if x & bits[n] and not x & ~fixed]
+        if drawn and not jnp.issubdtype(flat.avals[n].dtype, jnp.inexact):
+            # The functions of `jax.random` are traced without the caller's lines.
+            nearby = flat.eqns[drawn[0] :: -1]
+            text = (
+                f"the loss draws random numbers, such as dropout masks, from {name}: a"
+                f" count or key that no step changes (at"
+                f" {source_line(nearby[0], nearby)}). They are the same in each step."
+            )
+        elif bits[n] & params & renewed & ~read:
+            text = (
+                f"the loss does not depend on {name}, and computes a new value of it,"
+                " as of a running statistic. The optimizer does not train it, but may"
+                " change it, for example by weight decay."
+            )
+        elif bits[n] & (renewed & ~read | closed & returned & ~trained):
+            text = (
+                f"the loss computes a new value of {name}, such as a running statistic,"
+                " which the next step does not read: it begins with the old one."
+            )
+        else:
+            continue
+        warn_user(f"{text} {STATE_RECIPE}")
+        return
+
+
+def _union(sources: Iterable[_Sources]) -> _Sources:
+    return functools.reduce(operator.or_, sources, 0)
+
+
+def _draws(eqn: core.JaxprEqn, operands: Sequence[_Sources]) -> Iterator[_Sources]:
+    """Yields the sources of the random numbers that an equation draws."""
+    union = _union(operands)
+    if eqn.primitive.name in ("random_bits", "random_gamma"):
+        yield union
+    for inner in core.jaxprs_in_params(eqn.params):
+        # Calls, branches and loop bodies take the last operands.
+        count = len(inner.invars)
+        last = operands[-count:] if 0 < count <= len(operands) else [union] * count
+        known = dict(zip(inner.invars, last, strict=True))
+        for item in inner.eqns:
+            values = [
+                0 if isinstance(x, core.Literal) else known.get(x, 0)
+                for x in item.invars
+            ]
+            yield from _draws(item, values)
+            known.update(dict.fromkeys(item.outvars, _union(values)))
