@@ -196,7 +196,6 @@ def _measured(
     clipping: Clipping, totals: _BatchCarry
 ) -> tuple[_BatchCarry, GradientStats]:
     """Measures sums in device memory, and writes the first layer's to the workspace."""
-
     slices = lambda i: [read_slice(x, i) for x in totals.host]
     add = lambda i, _, measure: measure + clipping.measure(slices(i))
     length = totals.host[0].shape[0]
