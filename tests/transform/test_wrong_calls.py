@@ -71,11 +71,14 @@ def beside(monkeypatch):
             return values[name]
 
     def call(function, *arguments, comes):
-        def compare(what, said, once):
-            first = [what, {**said, "page_size": {"": "1"}}]
+        def compare(what, given, once):
+            said = {
+                name + path: x for name, xs in given.items() for path, x in xs.items()
+            }
+            first = {"the call": what, **said, "page_size": "1"}
             if comes:
                 values["0"] = b"=" + zlib.compress(json.dumps(first).encode())
-            right(what, said, once)
+            right(what, given, once)
 
         with monkeypatch.context() as patched:
             patched.setattr(processes, "PATIENCE", 0.1)
