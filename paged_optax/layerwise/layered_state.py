@@ -254,7 +254,7 @@ def _check_same_stack(path: KeyPath, x: Stored, param: Array) -> None:
     if fits:
         return
     hint = "use moments of the parameters' own shape; with a codec, layers of whole"
-    hint += " blocks."
+    hint += " blocks, or the codec 'float32' for this parameter."
     if isinstance(x, Quantized) and x.scales.ndim == 2:
         # Scales have two axes only if parts are no ranges of whole blocks.
         hint = (

@@ -284,11 +284,14 @@ def check_inexact(params: PyTree) -> None:
 def check_same_counts(batch: PyTree) -> None:
     """Raises if a batch does not stack the same number of micro-batches."""
     flat = jax.tree_util.tree_flatten_with_path(batch)[0]
-    counts = {jnp.shape(x)[:1] for _, x in flat}
-    if len(counts) != 1 or counts & {(), (0,)}:
-        shapes = [f"batch{keystr(path)} of shape {jnp.shape(x)}" for path, x in flat]
+    leaves = dict[tuple[int, ...], str]()  # one of each number of micro-batches
+    for path, x in flat:
+        text = f"batch{keystr(path)} of shape {jnp.shape(x)}"
+        leaves.setdefault(jnp.shape(x)[:1], text)
+    if len(leaves) != 1 or leaves.keys() & {(), (0,)}:
+        shapes = ", ".join([*leaves.values()][:3])
         raise ValueError(
-            f"accumulate=True with {', '.join(shapes) or 'no arrays in the batch'}:"
+            f"accumulate=True with {shapes or 'no arrays in the batch'}:"
             " stack each leaf of the micro-batches on a leading axis, of one length for"
-            " all; repeat what they share, as in jnp.full(count, value)."
+            " all; repeat what they share, as in jnp.stack([state] * count)."
         )
