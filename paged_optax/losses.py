@@ -69,7 +69,8 @@ def linear_cross_entropy(
     | `linear_cross_entropy` | 272 | 143 |
 
     The logits are computed twice: four products of tokens, width and vocabulary instead
-    of three, or three instead of two with a frozen head.
+    of three, or three instead of two with a frozen head. With `chunk=vocab`, XLA:GPU
+    computes them once, and keeps them for the backward pass.
 
     On a mesh of 2, 4, 8 and up to 64 devices that shard the head by the vocabulary, all
     work on each chunk, and none gathers more of the head than one chunk. Each must have

@@ -33,6 +33,7 @@ from paged_optax.engine.pages import (
     page_size_in,
     single,
 )
+from paged_optax.engine.transfers import PIECES, pieces_of
 
 #: The fewest pages of a leaf that travel both ways.
 FEWEST = 3
@@ -47,10 +48,13 @@ def in_rows(
     moments: tuple[MomentFormat, ...],
     page_size: int,
     by_latency: bool = False,
+    spare_bytes: int = 0,
 ) -> Pages:
     """Cuts the flattened leaf, at rows if a page holds one.
 
-    `by_latency`: True if latency decides the size, within `page_size`.
+    `by_latency`: True if latency decides the size, within `page_size`. If kernels would
+    transfer the first and the last page, a page may have twice that size, within
+    `spare_bytes`.
     """
     itemsize = max([x.itemsize for x in moments])
     values = math.prod(shape)
@@ -81,6 +85,16 @@ def in_rows(
             units = [codes_per_word(x.codec, -1) for x in moments]
             unit = math.lcm(*units)
     size, count = page_entries(axis_size, unit, bytes_each, page_size)
+    if axis_size % size:
+        # The last page is read, computed and written in turn.
+        size = max(unit, axis_size // (count * unit) * unit)
+        count = -(-axis_size // size)
+    larger = min(spare_bytes, 2 * page_size)
+    if larger > page_size and pieces_of(size // unit) == 1:
+        # Such as 167 rows of words, of the eighth part of Llama 3's embedding.
+        cuts = (page_entries(axis_size, n * unit, bytes_each, larger) for n in PIECES)
+        exact = (x for x in cuts if math.prod(x) == axis_size)
+        size, count = next(exact, (size, count))
     if count == 1:
         return single(shape)  # too few rows for whole blocks
     if len(set(units)) > 1:

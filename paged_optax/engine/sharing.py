@@ -149,13 +149,14 @@ def cut(
         smallest = min(page_size, _CODED_PAGES // max(2, len(moments)))
         largest = page_size if on_host else _DEVICE_FACTOR * page_size
         larger = max(smallest, min(largest, spare_bytes))
-        on_gpu, page_size = share(larger, rows, minimum), smallest
+        in_spare = functools.partial(rows, spare_bytes=spare_bytes)
+        on_gpu, page_size = share(larger, in_spare, minimum), smallest
     else:
         # Serial pages need no other leaf.
         minimum, maximum = at_least(alternate if GPU_FETCHES_AHEAD else 1), page_size
         leaf_bytes = math.prod(shape) * max([x.itemsize for x in moments])
         in_pages = leaf_bytes >= 2 * LEAST_PAGE and GPU_HAS_STREAMS_BY_DIRECTION
-        if by_latency and in_pages and alternate == 1 and not converted:
+        if by_latency and in_pages and not converted:
             minimum = at_most(max(1, min(_FEW_LEAVES, _FEW_BYTES // leaf_bytes)))
             if minimum > 1:
                 maximum = min(page_size, minimum * -(-leaf_bytes // FEWEST))

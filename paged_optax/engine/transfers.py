@@ -28,8 +28,8 @@ from paged_optax.engine.shards import Shards
 Pieces = TypeVar("Pieces", bound=PyTree)
 Target = TypeVar("Target", bound=PyTree)
 
-# As few pieces as divide the slice.
-_PIECES = (2, 3, 5, 7)
+#: Numbers of pieces of a slice: the fewest that divide it.
+PIECES = (2, 3, 5, 7)
 
 
 def to_device(page: Array, travels: bool) -> Array:
@@ -163,7 +163,7 @@ def _by_rows(x: Array) -> Array:
 
 def pieces_of(size: int, block: int = 1) -> int:
     """Returns the fewest pieces, of whole blocks, that divide a slice; else 1."""
-    return next((n for n in _PIECES if size % (n * block) == 0), 1)
+    return next((n for n in PIECES if size % (n * block) == 0), 1)
 
 
 def read_in_pieces(pieces: int, read: Callable[[Index], Pieces]) -> Pieces:

@@ -109,6 +109,16 @@ def sum_dtype(dtype: DTypeLike) -> np.dtype:
     return np.promote_types(dtype, np.float32)
 
 
+def scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
+    """Multiplies a tree by a number, in float32 or wider."""
+
+    def multiply(x: Array) -> Array:
+        wide = sum_dtype(x.dtype)  # the inverse of a small weight overflows float16
+        return (x.astype(wide) * by.astype(wide)).astype(x.dtype)
+
+    return jax.tree.map(multiply, tree)
+
+
 class WorkspaceCarry(NamedTuple):
     """Loop carry of a backward pass that updates each layer.
 

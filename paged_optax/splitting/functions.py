@@ -27,7 +27,7 @@ from paged_optax.splitting.assembly import (
 )
 from paged_optax.splitting.numbered import Stack
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stacking, unnested
+from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -250,14 +250,15 @@ class SplitFunctions:
         try:
             jaxpr = self.loss.traced(batch).jaxpr
         except Exception as error:
-            shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
-            if shapes(batch) == shapes(self.batch):
+            old, new = leaf_shapes(self.batch), leaf_shapes(batch)
+            differ = [x for x in old | new if old.get(x) != new.get(x)]
+            if not differ:
                 raise
             # A loss may accept any shapes: mention them only if it fails.
             raise ValueError(
-                f"loss fails with a batch of shapes {shapes(batch)}, and split_layers"
-                f" got {shapes(self.batch)}. Only with accumulate=True a step reads"
-                " micro-batches from the leading axis of each leaf."
+                f"loss fails with batch{differ[0]} of shape {new.get(differ[0])}, and"
+                f" split_layers got {old.get(differ[0])}. Only with accumulate=True a"
+                " step reads micro-batches from the leading axis of each leaf."
             ) from error
         if jaxpr not in self.cache:
             self.cache[jaxpr] = Functions(self.loss.split(batch, self.split.layers))

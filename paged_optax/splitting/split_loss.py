@@ -14,7 +14,7 @@ from paged_optax.analysis.flat import Flat, effectful
 from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import check_loss, loss_and_metrics
+from paged_optax.layerwise.loss import check_loss, has_metrics
 from paged_optax.splitting.assembly import Assembly, Pieces
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import Depends, SplitError, source_line
@@ -102,7 +102,7 @@ class Loss:
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         inlined, leaves = Flat(closed, derivatives=False), self.leaves
         args = ("params", self.params), ("frozen", self.frozen), ("batch", batch)
-        losses = len(jax.tree.leaves(loss_and_metrics(shapes)[0]))
+        losses = len(jax.tree.leaves(shapes[0] if has_metrics(shapes) else shapes))
         warn_of_lost_state(inlined, args, losses)
         lists = numbered(leaves, flat.avals)
         known = [*scans(flat, leaves), *indexed(inlined, leaves, lists), *lists]

@@ -25,7 +25,7 @@ import paged_optax as po
 from helpers import aot, step_model
 from helpers.decoder import LLAMA3_8B, QWEN3_4B
 from helpers.programs import ordinary_step, placed, shardings
-from helpers.real_decoder import Config, batch_of, by_hand, stacked_shapes
+from helpers.real_decoder import Config, batch_of, by_hand, saved, stacked_shapes
 from helpers.runtime_counts import RuntimeCounts
 from paged_optax.planning.cards import CARDS, card_name
 
@@ -89,7 +89,9 @@ class Training:
 
     @property
     def config(self) -> Config:
-        return MODELS[self.model][0]
+        config = MODELS[self.model][0]
+        chunk = config.vocabulary if WAYS[self.way].saves else None
+        return dataclasses.replace(config, chunk=chunk)
 
     @property
     def tokens(self) -> int:
@@ -104,11 +106,10 @@ class Training:
     @functools.cached_property
     def parts(self) -> po.LayerwiseModel:
         """The decoder; of a layer its input is saved, and products' results or not."""
-        parts, policies = by_hand(self.config), jax.checkpoint_policies
-        saves = WAYS[self.way].saves
-        policy = policies.dots_with_no_batch_dims_saveable if saves else None
+        parts, saves = by_hand(self.config), WAYS[self.way].saves
+        policy = saved if saves else None
         return dataclasses.replace(
-            parts, layer=jax.checkpoint(parts.layer, policy=policy)
+            parts, layer=jax.checkpoint(parts.layer, policy=policy, prevent_cse=False)
         )
 
     def step(self) -> Callable[..., Any]:

@@ -86,6 +86,7 @@ def layerwise(
     weights_on_host=False,
     rest_on_host=False,
     host_dtype=None,
+    device_dtype=None,
     deferred=False,
     size=None,
     **settings,
@@ -112,7 +113,10 @@ def layerwise(
         state = state_on(mesh, tx, model.shapes())
         rest = {name: x for name, x in params.items() if name != "layers"}
         workspace = po.GradientWorkspace.allocate(
-            params["layers"], host_dtype=host_dtype, rest=rest if deferred else None
+            params["layers"],
+            host_dtype=host_dtype,
+            device_dtype=device_dtype,
+            rest=rest if deferred else None,
         )
         batch = model.batch(device, *([] if size is None else [size]))
         args = params, state, workspace, batch

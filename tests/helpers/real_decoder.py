@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import paged_optax as po
 from examples.attention import attention as attend
@@ -27,6 +28,8 @@ class Config:
       tied: Whether the output matrix is the embedding.
       normed: Whether queries and keys are normalised, as Qwen 3 does.
       fused: Whether the head is `po.linear_cross_entropy`.
+      chunk: Of its vocabulary; with the whole of it the backward pass reads the logits
+        of the forward pass.
       flash: Whether attention is the examples', which holds no scores on a GPU.
       remat: Whether each layer is a `jax.checkpoint`.
       blocks: Of how many blocks of queries the scores are computed one after the other,
@@ -44,6 +47,7 @@ class Config:
     tied: bool = True
     normed: bool = True
     fused: bool = False
+    chunk: int | None = None
     flash: bool = False
     remat: bool = False
     blocks: int = 1
@@ -78,6 +82,7 @@ class Config:
     def feed_forward(self, weights, y):
         """What a layer adds after attention."""
         hidden = jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])
+        hidden = checkpoint_name(hidden, "hidden")
         return hidden @ weights["down"]
 
     def params(self, *, stacked=False):
@@ -128,7 +133,7 @@ def attention(config, weights, norms, x, cos, sin, mask):
     v = heads(x @ weights["v"], config.grouped)
     if config.normed:
         q, k = rms(q, norms["q"]), rms(k, norms["k"])
-    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    q, k = (checkpoint_name(rotated(x, cos, sin), "rotated") for x in (q, k))
     if config.flash:
         return attend(q, k, v).reshape(batch, length, -1) @ weights["o"]
     q = q.reshape(
@@ -153,10 +158,28 @@ def attention(config, weights, norms, x, cos, sin, mask):
     return jnp.moveaxis(made, 0, 1).reshape(batch, length, -1) @ weights["o"]
 
 
+#: What `saved` saves beside products: what they are computed from.
+SAVED = ("rotated", "residual", "hidden")
+
+
+def saved(primitive, *args, **settings):
+    """A policy of `jax.checkpoint`: norms alone are computed again."""
+    if primitive.name.startswith("dot_product_attention_fwd"):
+        return True
+    return _PRODUCTS(primitive, *args, **settings)
+
+
+_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(*SAVED),
+)
+
+
 def block(config, weights, x, cos, sin, mask):
     norms = weights["norms"]
     y = rms(x, norms["attention"])
     x = x + attention(config, weights["attention"], norms, y, cos, sin, mask)
+    x = checkpoint_name(x, "residual")
     return x + config.feed_forward(weights["mlp"], rms(x, norms["mlp"]))
 
 
@@ -173,7 +196,8 @@ def after(config, rest, x, batch):
     if config.fused:
         head, axis = (rest["embed"], 0) if config.tied else (rest["head"], 1)
         labels = batch["targets"]
-        return po.linear_cross_entropy(x, head, labels, vocab_axis=axis).mean()
+        settings = {"vocab_axis": axis, "chunk": config.chunk}
+        return po.linear_cross_entropy(x, head, labels, **settings).mean()
     head = rest["embed"].T if config.tied else rest["head"]
     logits = (x @ head).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(

@@ -107,8 +107,15 @@ COUNTS = ((16, 1, 0, 7), (0, 5, 16, 16), (3, 0, 0, 0))
 
 @pytest.mark.parametrize(
     ("workspace", "max_norm"),
-    [({}, None), ({}, MOST), (HOST, None), (HOST, MOST), ("deferred", MOST)],
-    ids=["kept inputs", "two passes", "host", "host, clipped", "deferred"],
+    [
+        ({}, None),
+        ({}, MOST),
+        (HOST, None),
+        (HOST, MOST),
+        ({"device_dtype": jnp.float64}, MOST),
+        ("deferred", MOST),
+    ],
+    ids=["kept inputs", "two passes", "host", "host, clipped", "device", "deferred"],
 )
 @pytest.mark.parametrize("one", [False, True], ids=["micro-batches", "one batch"])
 def test_is_the_step_of_the_whole_batch(workspace, max_norm, one):

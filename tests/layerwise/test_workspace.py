@@ -76,19 +76,23 @@ def test_c_gradws_001_precondition_allocated_once():
         layerwise(tx)(other, tx.init(other), workspace, layered.batch())
 
 
-def test_c_gradws_001_postcondition_holds_the_layer_handled_last():
-    """Postcondition: after a step, the first layer's gradients."""
+@pytest.mark.parametrize("device_dtype", [None, jnp.float32])
+def test_c_gradws_001_postcondition_holds_the_layer_handled_last(device_dtype):
+    """Postcondition: after a step, the first layer's gradients, or their sums."""
     params = layered.parameters(3)
     tx = po.paged_adamw(1e-3, **SETTINGS)
     *_, gradients = plain_step(optax.adamw(1e-3))(
         params, optax.adamw(1e-3).init(params), layered.batch()
     )
-    workspace = po.GradientWorkspace.allocate(params["layers"])
+    room, several = {"device_dtype": device_dtype}, device_dtype is not None
+    workspace = po.GradientWorkspace.allocate(params["layers"], **room)
     # Whatever it held before.
     workspace = jax.tree.map(lambda x: x + 7, workspace)
-    _, _, workspace, _ = run(
-        layerwise(tx), params, tx.init(params), workspace, [layered.batch()]
-    )
+    batch = layered.batch()
+    if several:  # halves of the batch
+        batch = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+    step = layerwise(tx, accumulate=several)
+    _, _, workspace, _ = run(step, params, tx.init(params), workspace, [batch])
     wanted = jax.tree.map(lambda x: x[0], gradients["layers"])
     assert far(workspace.gradients, wanted) < 1e-6
 

@@ -1,5 +1,7 @@
 """One layer's gradients at a time, in XLA's own bytes, at real models' shapes."""
 
+import collections
+import dataclasses
 import math
 
 import jax
@@ -9,7 +11,8 @@ import pytest
 
 import paged_optax as po
 from helpers import aot, decoder, schedule
-from helpers.decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
+from helpers.decoder import LLAMA3_8B, LLAMA3_70B, QWEN3_4B, REFERENCE
+from helpers.hlo import Computations, buffers
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX
 
 GB = 1e9
@@ -164,3 +167,26 @@ def test_addresses_on_h200(weights_on_host, host_dtype):
             checked += 1
             assert any(right(operation, start / n, stride / n) for n in sizes)
     assert checked
+
+
+def test_products_add_micro_batches():
+    """In device memory a layer's sums are read and written by its products' kernels."""
+    model = dataclasses.replace(LLAMA3_8B, layers=4, vocabulary=0)
+    build = decoder.layerwise(
+        model,
+        po.paged_adamw_8bit(1e-4),
+        size=(4, 1, 512),
+        device_dtype=jnp.bfloat16,
+        accumulate=True,
+    )
+    program = Computations(aot.h200(build).hlo)
+    shapes = {x.shape[1:] for x in jax.tree.leaves(model.shapes()) if len(x.shape) > 2}
+    added = collections.Counter(
+        found[0].shape
+        for name, inside in program.instructions.items()
+        if {"dot", "add"} <= {x.operation for x in inside}
+        and (found := buffers(inside[-1].types))[0].shape in shapes
+    )
+    print(added)
+    # XLA multiplies by queries, keys and values at once, and adds those three apart.
+    assert added[4096, 14336] == 2 and added[14336, 4096] == added[4096, 4096] == 1
