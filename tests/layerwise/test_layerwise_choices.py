@@ -15,16 +15,6 @@ def large(params):
     return jax.tree.map(lambda x: x.size > 5000, params)
 
 
-PER_ELEMENT = {
-    "layers": {
-        "w": jnp.linspace(0.1, 1.0, 8192).reshape(2, 64, 64),
-        "v": jnp.ones((2, 64, 96)),
-        "b": jnp.ones((2, 64)),
-    },
-    "head": jnp.linspace(0.5, 1.0, 4096).reshape(64, 64),
-}
-
-
 def settled():
     """Its moment is zero, and then one half."""
     return po.paged(
@@ -86,27 +76,6 @@ def test_masks_of_bools(make):
     same(found[1], wanted[1], 1e-5)
     kind = lambda tree: jax.tree.map(lambda x: x.sharding.memory_kind, tree)
     assert kind(found[1]) == kind(tx.init(PARAMS))
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        decayed(large),
-        po.paged(
-            optax.stateless(
-                lambda updates, _: jax.tree.map(lambda g: g / len(g), updates)
-            )
-        ),
-        optax.stateless(
-            lambda updates, _: jax.tree.map(jnp.multiply, updates, PER_ELEMENT)
-        ),
-    ],
-    ids=["decay", "length", "array"],
-)
-def test_updates_by_the_shape_of_a_stack_are_refused(tx):
-    """Each layer is updated in stacks of one layer."""
-    with pytest.raises(ValueError, match=r"stack.*tree of bools"):
-        both(PARAMS, tx, FUNCTIONS, jnp.ones((4, 64)))
 
 
 @pytest.mark.slow

@@ -153,14 +153,6 @@ def test_a_string_that_names_several_is_refused(tree, text):
     assert all(po.host_bytes(state, each) for each in found)
 
 
-def test_entries_of_one_name_for_two_are_refused():
-    params = params_of("a key with a slash")
-    state = adam().init(params)
-    entry = next(iter(po.to_bitsandbytes(state).values()))
-    with pytest.raises(ValueError, match=r"'a/b', which is the name of several.*Dict"):
-        po.from_bitsandbytes(state, {"a/b": entry})
-
-
 def test_states_whose_joined_names_are_equal():
     """No moment of a parameter hides another's name."""
     inner = lambda: optax.named_chain(("y", adam()))

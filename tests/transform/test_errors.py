@@ -36,32 +36,6 @@ def test_ways_to_write_a_size(size):
 # -- update ----------------------------------------------------------------------
 
 
-def test_other_reductions_across_leaves():
-    params = small()
-    for inner in (optax.contrib.prodigy(1e-3), optax.scale_by_lbfgs()):
-        tx = po.paged(inner, **SMALL_PAGES)
-        with pytest.raises(po.CrossLeafError, match="outside"):
-            tx.update(params, tx.init(params), params)
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        optax.apply_if_finite(optax.adam(1e-2), 3),
-        optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))),
-        optax.flatten(optax.lamb(1e-2)),
-        optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    ],
-    ids=["apply_if_finite", "flatten clip", "flatten lamb", "MultiSteps"],
-)
-def test_reductions_over_leaves_laid_end_to_end(inner):
-    # Accepted, they would bring all moments to the device at once.
-    params = small()
-    tx = po.paged(inner, **SMALL_PAGES)
-    with pytest.raises(po.CrossLeafError, match="all parameters|and parameter"):
-        tx.update(params, tx.init(params), params)
-
-
 def test_an_extra_argument_without_a_hash():
     tx, params = po.paged_lion(1e-3, **SMALL_PAGES), small()
     updates, _ = tx.update(params, tx.init(params), params, layers={1, 2})
