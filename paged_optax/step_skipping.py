@@ -3,16 +3,11 @@
 Optax selects between the old state and the new with `jnp.where` or `lax.cond`. With
 states in host memory XLA copies both whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
 jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step transfers
-the whole state. Here a skipped step runs its page loops zero times:
-
-- The wrapper closes the gate of the updates inside (`transform.context`), or in a
-  layerwise step `layerwise.clipping.Guard` does.
-- The gate is the trip count of the loop around each leaf
-  (`paged_optax.engine.exchange`). Leaves without a loop keep their old values
-  (`paged_optax.transform.groups`).
-
-Optax's own wrapper decides: it runs around a transformation whose state is a single
-bool, which is True afterwards if the wrapper would have updated.
+the whole state. Here the wrapper closes the gate of the updates inside
+(`transform.context`), the trip count of the loop around each leaf, so that a skipped
+step runs its page loops zero times. Optax's own wrapper decides: it runs around a
+transformation whose state is a single bool, which is True afterwards if the wrapper
+would have updated.
 """
 
 from collections.abc import Callable

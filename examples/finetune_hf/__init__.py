@@ -1,16 +1,14 @@
-"""Fine-tune a model of a Hugging Face folder, layer by layer.
+"""Fine-tune the model of a Hugging Face folder, layer by layer.
 
     pip install ".[hf]"
     python examples/finetune_hf --checkpoint Qwen3-4B --text mine.txt --output mine
     python examples/finetune_hf --help
 
-All parameters are trained, and what comes out is a folder like the one that went in.
-`--method lora` trains adapters beside frozen weights, and writes them as PEFT does;
-`--merge` adds them to the weights. `--method qlora` has these weights in four bits. Its
-adapters are learned beside what four bits keep of the weights; both losses are printed.
-The moments are in host memory, in eight bits where the weights are in bfloat16, and
-with `--way host` or `all` the weights too. `--devices 8` divides all of it.
+It trains all parameters and writes a folder of the same format. `--method lora` trains
+adapters of frozen weights and writes them as PEFT does; `--merge` adds them to the
+weights. `--method qlora` rounds these weights to four bits, and prints the loss with
+them and with the folder's own. Moments are in host memory, in eight bits for weights of
+16; `--way host` or `all` keeps weights there too. `--devices 8` divides all of it.
 
-Ctrl-C and SIGTERM save what has been done, and say how to go on: `--resume` continues
-bit for bit.
+Ctrl-C and SIGTERM save a checkpoint, and `--resume` continues bit for bit.
 """

@@ -1,59 +1,61 @@
 """The command line of `finetune_hf`."""
 
 import argparse
+import json
 import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: What `model.stack(on_host=...)` takes, and the row of `what_fits`, by way.
+#: For each way, `on_host` of `model.stack` and the way's name in `what_fits`.
 WAYS = {
     "device": (False, "layerwise"),
     "host": (True, "layerwise, weights on host"),
     "all": ("all", "layerwise, all on host"),
 }
 LENGTH = 2048
+#: Default learning rates; those of adapters are the QLoRA paper's.
+RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
+#: Decay after the warmup, by the names of Hugging Face's trainer.
+SCHEDULES = ("cosine", "linear", "constant_with_warmup", "constant")
 TEXT = (
     "a text; or .jsonl, .json, .csv, .parquet or a folder of datasets, of records with"
     " messages (of role and content; what the assistant says is learned), with prompt"
     " and completion, with instruction, input and output, or with text"
 )
-SMALL = "matrices of fewer bytes a layer stay on the device"
-LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
-DECAY = "as in AdamW, of all parameters but norms and biases"
-DEVICES = "devices of this machine that divide weights, moments and a step's rows"
-WAY = "weights on the device, of layers on the host, or all there; auto: what fits"
+METHOD = "what is trained (default: full; with --adapter as it was trained, else lora)"
 MERGE = "write the weights with the adapters added; without --text those of --adapter"
 BASE = "of the weights in adapter_config.json (default: --adapter's, or the path)"
-#: The highest learning rate, if none is given: of the QLoRA paper for adapters.
-RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
-#: Decay after the warmup, by the names that Hugging Face's trainer has.
-SCHEDULES = ("cosine", "linear", "constant_with_warmup", "constant")
+LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
+DEVICES = "devices of this machine that divide weights, moments and a step's rows"
+WAY = "weights on the device, of layers on the host, or all there; auto: what fits"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description="Fine-tune the model of a Hugging Face folder, layer by layer."
-    )
+    parser = argparse.ArgumentParser(description="Fine-tune a Hugging Face folder.")
 
     def add(name: str, text: str, **how: Any) -> None:
         default = how.get("default")
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(name, help=f"{text}{shown}".replace("%", "%%"), **how)
 
-    path, some, count = pathlib.Path, bounded(int, 1), bounded(int, 0)
-    share = bounded(float, 0, below=1)
-    positive = bounded(float, 0, strict=True)
+    path, some = pathlib.Path, allowed(int, "1 or more", lambda x: x > 0)
+    count = allowed(int, "0 or more", lambda x: x >= 0)
+    amount = allowed(float, "0 or more", lambda x: 0 <= x < math.inf)
+    positive = allowed(float, "more than 0", lambda x: 0 < x < math.inf)
+    share = allowed(float, "from 0 to less than 1", lambda x: 0 <= x < 1)
     rates = ", ".join(f"{method} {rate:g}" for method, rate in RATES.items())
-    dtypes = ["float32", "bfloat16", "float16"]
+    types, reports = (
+        ["float32", "bfloat16", "float16"],
+        ["none", "tensorboard", "wandb"],
+    )
     add("--checkpoint", "the model's folder", type=path, required=True)
     add("--text", TEXT, type=path)
     add("--eval-text", "records to evaluate on, as --text has them", type=path)
     add("--held-out", "share of rows to evaluate on", type=share, default=0.0)
     add("--output", "the new folder", type=path, required=True)
-    add("--resume", "go on with an unfinished run", action="store_true")
+    add("--resume", "continue an unfinished run", action="store_true")
     add("--batch", "rows a step, one at a time a device", type=some, default=4)
     add("--devices", DEVICES, type=some, default=1, metavar="N")
     add("--gradient-accumulation", "times --batch", type=some, default=1)
@@ -61,66 +63,60 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--too-long", LONG, default="right", choices=["right", "left", "drop"])
     add("--steps", "steps; 0: as many as --epochs has", type=count, default=0)
     add("--epochs", "times the text is read", type=some, default=1)
-    add("--method", "what is trained", default="full", choices=[*RATES])
+    add("--method", METHOD, choices=[*RATES])
     add("--rank", "of adapters; --adapter has its own", type=some, default=16)
     add("--alpha", "over rank: adapters' factor", type=positive, default=32.0)
-    add("--adapter", "folder of adapters to go on with, by their rank", type=path)
+    add("--adapter", "folder of adapters to continue, by their rank", type=path)
     add("--merge", MERGE, action="store_true")
     add("--base-name", BASE, metavar="NAME")
     add("--learning-rate", f"the highest (default: by method: {rates})", type=positive)
     add("--lr-scheduler-type", "its course", default="cosine", choices=SCHEDULES)
     add("--warmup", "share of steps, 0 to 1", type=share, default=0.03)
-    add("--weight-decay", DECAY, type=bounded(float, 0), default=0.0)
+    decay = "as in AdamW, of all parameters but norms and biases"
+    add("--weight-decay", decay, type=amount, default=0.0)
     add("--max-norm", "norm to clip all gradients to", type=positive, default=1.0)
     add("--seed", "of the rows' order and of adapters", type=count, default=0)
-    add(
-        "--dtype", "in training (default: the folder's, which it keeps)", choices=dtypes
-    )
+    add("--dtype", "in training (default: the folder's, which it keeps)", choices=types)
     add("--way", WAY, default="auto", choices=["auto", *WAYS])
     add("--device-memory", "such as 24GiB (default: the device's own)", type=size)
-    add("--min-size", SMALL, type=size, default="256KiB")
+    small = "matrices of fewer bytes a layer stay on the device"
+    add("--min-size", small, type=size, default="256KiB")
     add("--save-every", "steps between checkpoints", type=some, default=200)
-    add(
-        "--stop-after",
-        "step after which to save and stop; 0: none",
-        type=count,
-        default=0,
-    )
+    add("--stop-after", "step to save and stop after; 0: none", type=count, default=0)
     add("--log-every", "steps between lines, without a terminal", type=some, default=10)
-    reports = ["none", "tensorboard", "wandb"]
     add("--report-to", "who gets the losses", default="none", choices=reports)
     args = parser.parse_args(argv)
     if args.eval_text and args.held_out:
         parser.error("--eval-text and --held-out: give one of them")
     if args.text is None and not (args.merge and args.adapter):
         parser.error("--text is missing: only --merge with --adapter needs none")
+    if args.method is None:
+        args.method = method_of(args.adapter) if args.adapter else "full"
     if args.method == "full" and (args.merge or args.adapter):
         parser.error("--adapter and --merge need --method lora or qlora")
     return args
 
 
-def bounded(
-    kind: Callable[[str], float],
-    least: float,
-    *,
-    strict: bool = False,
-    below: float = math.inf,
+def method_of(adapter: pathlib.Path) -> str:
+    """Returns the method that trained adapters, by their `run.json`; else LoRA."""
+    file = adapter / "run.json"
+    method = json.loads(file.read_text()).get("method") if file.exists() else None
+    return method if method in RATES else "lora"
+
+
+def allowed(
+    kind: Callable[[str], float], wanted: str, allows: Callable[[float], bool]
 ) -> Callable[[str], float]:
-    """What reads a number from `least` on, or above it, and less than `below`."""
 
     def number(text: str) -> float:
-        read = kind(text)
-        if not least <= read < below or (strict and read == least):
-            most = f" and below {below:g}" if below < math.inf else ""
-            start = "above" if strict else "from"
-            raise argparse.ArgumentTypeError(f"{text} is not {start} {least}{most}")
-        return read
+        if allows(value := kind(text)):
+            return value
+        raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
 
     return number
 
 
 def size(text: str) -> str:
-    """Checks that a text is a size in bytes."""
     if not re.fullmatch(r"[0-9]+([.][0-9]+)? ?([KMGT]i?B|B)?", text):
         raise argparse.ArgumentTypeError(f"{text} is no size, such as 24GiB")
     return text

@@ -23,17 +23,16 @@ _USER = {"role": "user", "content": "x"}
 class Chat:
     """A chat, and the tokenizer whose template renders it."""
 
-    where: str  # the chat's file and line, for messages
+    where: str  # file and line, for messages
     messages: Sequence[Mapping[str, Any]]
-    tools: Any  # that the template is passed
+    tools: Any
     tokenizer: Any
-    known: int = 0  # messages of the prompt, of which nothing is learned
+    known: int = 0  # messages of the prompt, which are not learned
 
     @classmethod
     def of(
         cls, where: str, messages: Any, tools: Any, tokenizer: Any, known: int = 0
     ) -> "Chat":
-        """Reads a record's chat."""
         if not all(map(_is_message, messages)):
             raise FolderError(
                 f"{where} has no messages of role and content, no prompt and completion"
@@ -41,9 +40,7 @@ class Chat:
                 " text."
             )
         if not any(x["role"] == "assistant" for x in messages[known:]):
-            raise FolderError(
-                f"{where} has no assistant's turn: there is nothing to learn."
-            )
+            raise FolderError(f"{where} has no assistant's turn: nothing to learn.")
         if tokenizer.chat_template is None:
             raise FolderError("the tokenizer has no chat template: give plain text.")
         tools = parsed(where, tools or "null") if isinstance(tools, str) else tools
@@ -53,8 +50,8 @@ class Chat:
         """Returns documents in which the assistant's turns are learned.
 
         A turn is learned as the model writes it, after the prompt that the template
-        renders for it. Templates may render a turn otherwise once another one follows,
-        as those do that leave thoughts out. Such a turn has a document of its own.
+        renders for it. If the template renders it differently before a later turn, as
+        those that remove earlier thoughts, it has a document of its own.
         """
         found = list[Turn]()
         for n in reversed(range(self.known, len(self.messages))):
@@ -69,7 +66,7 @@ class Chat:
         return found[::-1]
 
     def _turn(self, n: int) -> tuple[list[int], int, int]:
-        """The tokens up to turn n; its first token, and the one after its last."""
+        """Returns the tokens up to turn n, and where the turn begins and ends."""
         shown = self._rendered(self.messages[: n + 1])
         prompt, text = self._prompt(n, shown)
         self._refuse_hidden(n, text[len(os.path.commonprefix([prompt, text])) :])
@@ -78,7 +75,7 @@ class Chat:
         return tokens, start, len(tokens) - self._beyond(n, shown, tokens[start:])
 
     def _beyond(self, n: int, shown: str, written: Sequence[int]) -> int:
-        """The number of tokens that end the chat, after the one that ends turn n."""
+        """Counts the tokens that end the chat, after the one that ends turn n."""
         message = self.messages[n]
         try:
             followed = self._rendered([*self.messages[: n + 1], _USER])
@@ -86,18 +83,16 @@ class Chat:
             return 0
         tokens = self._tokens(shown)
         count = len(tokens) - common(self._tokens(followed), tokens)
-        if count >= len(written) or not (
-            message.get("content") or message.get("tool_calls")
-        ):
+        end = len(written) - count
+        if end <= 0 or not (message.get("content") or message.get("tool_calls")):
             return 0
         special = set(self.tokenizer.all_special_ids)
-        end = len(written) - count
         visible = lambda x: not self.tokenizer.decode([x]).isspace()
         last, more = (filter(visible, x) for x in (written[:end], written[end:]))
         return count if special.issuperset([*[*last][-1:], *more]) else 0
 
     def _prompt(self, n: int, shown: str) -> tuple[str, str]:
-        """The text that precedes what the model writes in turn n, and both together."""
+        """Returns the text before what the model writes in turn n, and all text."""
         before = self.messages[:n]
         try:
             prompt = self._rendered(before, add_generation_prompt=True)
@@ -116,17 +111,16 @@ class Chat:
             if not shown.startswith(prompt):
                 prompt = history + header.partition("<think>")[0]
             return prompt, shown
-        # With the answer, the template renders otherwise what was there before.
+        # The answer changes how the template renders earlier messages.
         at = shown.rfind(header) if header else -1
         if at < 0:
             raise FolderError(
                 f"{self.where}: the chat template renders the messages before turn"
-                f" {n + 1} otherwise once the assistant has answered."
+                f" {n + 1} differently once the assistant has answered."
             )
         return prompt, prompt + shown[at + len(header) :]
 
     def _without_question(self, n: int, shown: str) -> str:
-        """The prompt of a turn that no question precedes."""
         for length in range(len(self._header), 0, -1):
             if (at := shown.rfind(self._header[:length])) >= 0:
                 return shown[: at + length]
@@ -134,13 +128,12 @@ class Chat:
 
     @functools.cached_property
     def _header(self) -> str:
-        """What the template has the model go on from, after a question."""
+        """Text between a question and the model's answer."""
         asked = self._rendered([_USER])
         prompt = self._rendered([_USER], add_generation_prompt=True)
         return prompt[len(os.path.commonprefix([prompt, asked])) :]
 
     def _refuse_hidden(self, n: int, written: str) -> None:
-        """Raises if a template leaves out a part of what the assistant says."""
         message = self.messages[n]
         for part in re.split("</?think>", message.get("content") or ""):
             if part.strip() not in written:
@@ -148,8 +141,7 @@ class Chat:
                     f"{self.where}: the chat template leaves out what the assistant"
                     f" says in turn {n + 1}: {part.strip()[:60]!r}."
                 )
-        thoughts = message.get("reasoning_content") or ""
-        if thoughts.strip() not in written:
+        if (message.get("reasoning_content") or "").strip() not in written:
             print(
                 f"{self.where}: the chat template leaves out the reasoning_content of"
                 f" turn {n + 1}",
@@ -169,15 +161,12 @@ class Chat:
             ) from None
 
     def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        how = {"add_special_tokens": False, "verbose": False}
+        return self.tokenizer(text, **how)["input_ids"]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(len(one), len(other)))
+    return len(os.path.commonprefix([list(one), list(other)]))
 
 
 def _is_message(x: Any) -> bool:

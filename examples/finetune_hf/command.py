@@ -23,7 +23,6 @@ from .store import Store, working
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     args = parse_arguments(argv)
     # XLA's pool would grow to twice what is needed, and end at 64 GiB.
     os.environ[POOL] = str(pinned_gigabytes())
@@ -39,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_existing(args.output)
         if args.text is None:
             merge(args)
-            print(f"wrote {args.output}")
         else:
             run = Run.of(args)
             store = Store.of(args, run.folder, [*run.train, *run.held_out])
@@ -55,29 +53,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(run: Run, store: Store) -> None:
-    """Trains, from the start or from where the last command stopped."""
-    host = run.host_bytes()
+    """Trains, from the start or from the last checkpoint, and writes the folder."""
+    args, host = run.args, run.host_bytes()
     run.refuse_small_host(host)
     _, left = run.folder.beside(*run.method.takes)
-    store.take(anew=not run.args.resume)
+    store.take(anew=not args.resume)
     learned = sum(int(row["weights"].sum()) for row in run.train)
-    count, length = len(run.train), run.args.length
-    print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
+    held = f", and {len(run.held_out)} rows to evaluate on" if run.held_out else ""
+    rows = f"{len(run.train)} rows of {args.length} tokens"
+    print(f"text: {rows}, of which {learned} are learned{held}")
     if left:
-        print(f"not taken over from {run.folder.path}: {', '.join(left)}")
+        print(f"not copied from {run.folder.path}: {', '.join(left)}")
     there = f"{host / 2**30:.1f} GiB of host memory"
     print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
-    report = reporter(run.args.report_to, vars(run.args))
-    start = store.latest() or 0
-    carry = store.restore(start, run.target()) if start else run.carry()
+    print(f"method: {run.method.name}")
+    rate = f"learning rate up to {args.learning_rate:g}, {args.lr_scheduler_type}"
+    print(f"steps: {run.steps} of {args.batch} rows; {rate}")
+    report = reporter(args.report_to, vars(args))
+    start = store.manager.latest_step() or 0
+    carry = store.restore(run.target()) if start else run.carry()
     store.begin()
     began = time.perf_counter()
     print("compiling", flush=True)
     step = run.step(carry)
     print(f"compiled in {time.perf_counter() - began:.0f} seconds", flush=True)
-    asked = asked_to_stop()
+    asked, stops, every = asked_to_stop(), False, max(1, run.steps // 10)
     given = itertools.islice(run.batches(), start, run.steps)
-    shows = progress(run.steps, start, run.args.log_every)
+    shows = progress(run.steps, start, args.log_every)
     with store.losses(start) as note, shows as shown:
         for number, batch in enumerate(given, start + 1):
             began = time.perf_counter()
@@ -88,37 +90,37 @@ def train(run: Run, store: Store) -> None:
                     f"the loss of step {number} is {loss}: give less --learning-rate."
                 )
             rate = batch["tokens"].size / (time.perf_counter() - began)
-            held = run.evaluated(carry[0], run.held_out) if due(run, number) else ""
+            ends = number == run.steps
+            is_due = run.held_out and (ends or number % every == 0)
+            held = run.evaluated(carry[0], run.held_out) if is_due else ""
             note(number, loss, held)
             shown(number, loss, rate, held)
-            report(number, {"loss": loss, "held out": held, "tokens/s": rate})
-            last = asked or number == run.args.stop_after
-            if last or number % run.args.save_every == 0 or number == run.steps:
+            values = {"loss": loss, "held out": held, "tokens/s": rate}
+            report(number, {name: x for name, x in values.items() if x != ""})
+            stops = not ends and bool(asked or number == args.stop_after)
+            if ends or stops or number % args.save_every == 0:
                 store.save(number, carry)
-            if last:
+            if stops:
                 break
     store.manager.close()
-    if start < run.steps and last:
-        again = shlex.join([*sys.argv, *["--resume"] * (not run.args.resume)])
-        print(f"stopped after step {number}. To go on: python {again}")
+    if stops:
+        again = shlex.join([*sys.argv, *["--resume"] * (not args.resume)])
+        print(f"stopped after step {number}/{run.steps}. To continue: python {again}")
         sys.exit(128 + asked[0] if asked else 0)
-    run.method.write(run.folder, run.args.output, run.split, carry[0])
+    run.method.write(run.folder, args.output, run.split, carry[0])
     for name in ("losses.csv", "run.json"):
-        shutil.copy(store.path / name, run.args.output / name)
-    picture(run.args.output / "losses.csv", run.args.output / "losses.png")
+        shutil.copy(store.path / name, args.output / name)
+    picture(args.output / "losses.csv", args.output / "losses.png")
     shutil.rmtree(store.path)
-    print(f"wrote {run.args.output}")
+    print(f"wrote {args.output}")
     if parts := run.decoder.untrained(run.folder):
         print(f"not trained: {' and '.join(parts)}, which are as they were")
-    if run.args.method == "qlora":
+    if args.method == "qlora":
         print(run.compared(carry[0]))
 
 
 def asked_to_stop() -> list[int]:
-    """The signals that will have asked to; the step that runs comes to its end.
-
-    A second one ends the command at once.
-    """
+    """Returns the signals to stop after a step, as they come; two stop at once."""
     asked = list[int]()
 
     def stop(number: int, frame: object) -> None:
@@ -130,9 +132,3 @@ def asked_to_stop() -> list[int]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     return asked
-
-
-def due(run: Run, number: int) -> bool:
-    """Whether the held-out loss is computed after this step."""
-    every = max(1, run.steps // 10)
-    return bool(run.held_out) and (number % every == 0 or number == run.steps)

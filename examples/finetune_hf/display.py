@@ -1,4 +1,4 @@
-"""What a training run shows: lines or a bar, a report, and a picture of its losses."""
+"""Progress, reports and a picture of the losses."""
 
 import contextlib
 import csv
@@ -20,24 +20,19 @@ Show = Callable[[int, float, float, float | str], None]
 
 @contextlib.contextmanager
 def progress(steps: int, start: int, every: int) -> Iterator[Show]:
-    """A bar with loss, tokens a second and memory; without a terminal some lines."""
-
-    def words(loss: float, rate: float) -> str:
-        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        memory = "" if peak is None else f", {peak / 2**30:.1f} GiB"
-        return f"loss {loss:.4f}, {rate:,.0f} tokens/s{memory}"
-
-    columns = "step {task.completed:.0f}/{task.total:.0f}", BarColumn()
+    """Shows steps in a bar; without a terminal in lines, one in `every` steps."""
     console = Console()
-    bar = Progress(
-        *columns, "{task.fields[words]}", TimeRemainingColumn(), console=console
-    )
+    columns = "step {task.completed:.0f}/{task.total:.0f}", BarColumn()
+    columns += "{task.fields[words]}", TimeRemainingColumn()
+    bar = Progress(*columns, console=console)
 
     def show(number: int, loss: float, rate: float, held: float | str) -> None:
-        text, is_last = words(loss, rate), number == steps
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        memory = "" if peak is None else f", {peak / 2**30:.1f} GiB"
+        text = f"loss {loss:.4f}, {rate:,.0f} tokens/s{memory}"
         if console.is_terminal:
             bar.update(task, advance=1, words=text)
-        elif number % every == 0 or is_last or number == start + 1:
+        elif number % every == 0 or number in (start + 1, steps):
             print(f"step {number}/{steps}: {text}", flush=True)
         if held != "":
             bar.console.print(f"step {number}: held-out loss {held:.4f}")
@@ -48,35 +43,31 @@ def progress(steps: int, start: int, every: int) -> Iterator[Show]:
 
 
 def reporter(kind: str, arguments: Mapping[str, Any]) -> Callable[..., None]:
-    """Reports a step's numbers to TensorBoard or Weights & Biases, or to nothing."""
-    known = lambda values: {n: x for n, x in values.items() if x != ""}
+    """Returns what reports a step's numbers to TensorBoard or Weights & Biases."""
+    if kind == "none":
+        return lambda number, values: None
     package = {"tensorboard": "tensorboardX"}.get(kind, kind)
     try:
-        module = None if kind == "none" else importlib.import_module(package)
-    except ImportError as error:
-        raise FolderError(
-            f"--report-to {kind}: {error}. pip install {package}."
-        ) from None
-    if module is None:
-        return lambda number, values: None
+        module = importlib.import_module(package)
+    except ImportError:
+        raise FolderError(f"--report-to {kind} needs pip install {package}.") from None
     if kind == "tensorboard":
         writer = module.SummaryWriter(f"{arguments['output']}.tensorboard")
         return lambda number, values: [
-            writer.add_scalar(name, x, number) for name, x in known(values).items()
+            writer.add_scalar(name, x, number) for name, x in values.items()
         ]
     settings = {name: str(x) for name, x in arguments.items()}
     run = module.init(project="finetune_hf", config=settings)
-    return lambda number, values: run.log(known(values), step=number)
+    return lambda number, values: run.log(values, step=number)
 
 
 def picture(losses: pathlib.Path, path: pathlib.Path) -> None:
-    """Draws the losses."""
     with losses.open() as file:
-        found = list(csv.DictReader(file))
+        lines = list(csv.DictReader(file))
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     for name in ("loss", "held out"):
-        points = [(int(x["step"]), float(x[name])) for x in found if x[name]]
+        points = [(int(x["step"]), float(x[name])) for x in lines if x[name]]
         if points:
             axes.plot(*zip(*points, strict=True), label=name)
     axes.set(xlabel="step", ylabel="nats a token")

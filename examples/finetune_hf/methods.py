@@ -1,11 +1,12 @@
-"""What is trained of a decoder: all of it, or adapters beside its matrices."""
+"""Methods of training a decoder: in full, or adapters of its matrices."""
 
 import json
 import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -17,18 +18,18 @@ from safetensors.numpy import save_file
 
 import paged_optax as po
 
-from .folder import Folder, FolderError, new_folder
+from .folder import Folder, FolderError, Values, new_folder
 from .model import Decoder, dotted, loss_of, refuse_shape, refuse_values
 
 PyTree = Any
-#: Adapters by the name of their matrix: `lora_A` and `lora_B`.
-Adapters = Mapping[str, Mapping[str, np.ndarray]]
+#: The matrices A and B of adapters, by PEFT's names.
+Adapters = dict[str, np.ndarray]
 #: Weights that share a scale, as in the QLoRA paper (https://arxiv.org/abs/2305.14314).
 BLOCK = 64
-#: Files of a tokenizer and licences, which a folder of adapters has too.
+#: Files of a tokenizer and licences, which are copied beside adapters.
 TOKENIZER = ("*token*.json", "*.jinja", "*.model*", "*.tiktoken", "*tekken*", "vocab*")
 TOKENIZER += ("merges.txt", "additional_chat_templates", "LICEN[CS]E*", "NOTICE*")
-#: What PEFT would compute otherwise, unless a field of its file is one of these.
+#: Values of fields of `adapter_config.json` by which PEFT computes the same.
 PLAIN_LORA = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -40,29 +41,18 @@ PLAIN_LORA = {
 
 
 class Full:
-    """All parameters are trained."""
+    """Trains all parameters."""
 
-    takes = ("*",)  # of the folder's other files
+    takes, frozen, name = ("*",), None, "full"
 
     def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.params, self.frozen = decoder, decoder.shapes, None
-
-    def loss(self, params: PyTree, *given: PyTree) -> po.WeightedLoss:
-        """As `split_layers` takes it: `loss(params, row)`."""
-        return self.decoder(params, *given)
-
-    def first(self, folder: Folder) -> PyTree:
-        """Returns the trained parameters to begin with."""
-        return self.decoder.read(folder)
-
-    def read_frozen(self, folder: Folder) -> PyTree:
-        """Returns the frozen parameters."""
-        return None
+        self.decoder, self.params = decoder, decoder.shapes
+        # As `split_layers` takes it, and the parameters to begin with.
+        self.loss, self.first = decoder, decoder.read
 
     def write(
         self, folder: Folder, path: pathlib.Path, split: po.SplitModel, params: PyTree
     ) -> None:
-        """Writes what was trained into a new folder."""
         folder.write(path, self.decoder.tensors(folder, split, params))
 
 
@@ -91,7 +81,6 @@ class Packed(eqx.Module):
 
     @classmethod
     def of(cls, x: jax.Array) -> "Packed":
-        """Rounds a matrix, or several; see `BLOCK`."""
         block, last = math.gcd(BLOCK, x.shape[-1]), x.ndim - 1
         tiles = {axis: 1 for axis in range(last)} | {last: block}
         made = qwix.quantize(x.astype(jnp.float32), "nf4", tiled_axes=tiles)
@@ -99,7 +88,6 @@ class Packed(eqx.Module):
         return cls(codes[..., ::2] << 4 | codes[..., 1::2], made.scale, x.dtype)
 
     def unpacked(self) -> jax.Array:
-        """The matrix, in the dtype that it had."""
         codes = jnp.stack([self.codes >> 4, self.codes & 15], -1)
         shape = (*self.codes.shape[:-1], -1)
         made = qwix.QArray(codes.reshape(shape), self.scale, qtype="nf4")
@@ -107,84 +95,62 @@ class Packed(eqx.Module):
 
 
 class Lora:
-    """Adapters are trained beside the matrices of attention and MLPs.
+    """Trains adapters of the matrices of attention and MLPs, by PEFT's names.
 
-    Experts and their router have none. Adapters are in float32, and begin as another's,
-    by its rank and alpha, or do nothing. In four bits are all matrices of layers but
-    the router's. Adapters are written for a base of some name (None: that of before, or
-    the folder's path), or merged into the folder's weights.
+    Experts and their router have none. Adapters are in float32. They begin as those in
+    another folder, with its rank and alpha, or have no effect yet. In four bits are all
+    matrices of layers but the router's.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        rank: int,
-        alpha: float,
-        in_four_bits: bool,
-        seed: int,
-        adapter: pathlib.Path | None = None,
-        merge: bool = False,
-        base_name: str | None = None,
-    ) -> None:
-        self.decoder, self.seed, self.merge = decoder, seed, merge
-        self.adapter = adapter and Folder.of_adapter(adapter)
-        config = self.adapter.config if self.adapter else {}
-        refuse_values("adapter_config.json", PLAIN_LORA, config)
-        if dropout := config.get("lora_dropout"):
-            print(
-                f"adapter: it was trained with lora_dropout={dropout}, and is without"
-            )
-        self.rank = config.get("r", rank)
-        self.base_name = base_name or config.get("base_model_name_or_path")
-        self.config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": rank,
-            "lora_alpha": alpha,
-            "bias": "none",
-            **config,
-            "lora_dropout": 0.0,
-            "inference_mode": True,
-        }
-        self.scale = self.config["lora_alpha"] / self.config["r"]
-        self.takes = ("*",) if merge else TOKENIZER
-        self.packed, self.params = set[str](), dict[str, Any]()
-        self.matrices = set[str]()
-        flat, _ = jax.tree_util.tree_flatten_with_path(decoder.shapes)
-        for path, x in flat:
+    def __init__(self, decoder: Decoder, args: Namespace) -> None:
+        self.decoder, self.seed, self.merge = decoder, args.seed, args.merge
+        self.takes = ("*",) if args.merge else TOKENIZER
+        self.adapter = args.adapter and Folder.of_adapter(args.adapter)
+        before = dict(self.adapter.config) if self.adapter else {}
+        refuse_values("adapter_config.json", PLAIN_LORA, before)
+        if dropout := before.get("lora_dropout"):
+            print(f"adapter: trained with lora_dropout={dropout}, continues without")
+        plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.rank}
+        plain |= {"lora_alpha": args.alpha, "bias": "none"}
+        self.config = plain | before | {"lora_dropout": 0.0, "inference_mode": True}
+        self.base_name = args.base_name or before.get("base_model_name_or_path")
+        rank, alpha = self.config["r"], self.config["lora_alpha"]
+        self.scale = alpha / rank
+        self.name = f"{args.method}, rank {rank}, alpha {alpha:g}"
+        self.matrices, self.adapted = list[str](), list[str]()
+        self.params = dict[str, jax.ShapeDtypeStruct]()
+        shape = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)
+        for path, x in jax.tree_util.tree_leaves_with_path(decoder.shapes):
             name, _, kind = dotted(path).rpartition(".")
             in_layer = kind == "weight" and ".layers." in name and x.ndim > 1
             if not in_layer or name.endswith(".mlp.gate"):
                 continue
-            self.matrices.add(name)
-            if in_four_bits:
-                self.packed.add(f"{name}.{kind}")
-            known = (
-                self.adapter is None
-                or self._tensor(name, "lora_A") in self.adapter.tensors
-            )
+            self.matrices.append(name)
+            a, b = self._tensors(name)
+            known = self.adapter is None or a in self.adapter.tensors
             if known and ".experts." not in name:
-                shapes = {"lora_A": (self.rank, x.shape[1])}
-                shapes["lora_B"] = x.shape[0], self.rank
-                shape = lambda x: jax.ShapeDtypeStruct(x, jnp.float32)
-                self.params[name] = {n: shape(x) for n, x in shapes.items()}
+                self.adapted.append(name)
+                self.params |= {a: shape(rank, x.shape[1]), b: shape(x.shape[0], rank)}
+        four_bits = self.matrices if args.method == "qlora" else ()
+        self.packed = {f"{name}.weight" for name in four_bits}
         if self.adapter is not None:
             self._refuse_others(self.adapter)
         pack = lambda x: jax.eval_shape(Packed.of, x)
-        self.frozen = self._each_packed(pack, decoder.shapes)
+        self.frozen = self._pack(pack, decoder.shapes)
 
-    def _each_packed(self, do: Callable[[Any], PyTree], params: PyTree) -> PyTree:
-        """What `do` makes of the matrices that are in four bits; others as they are."""
-        each = lambda path, x: do(x) if dotted(path) in self.packed else x
+    def _tensors(self, name: str) -> tuple[str, str]:
+        """Returns PEFT's names of a matrix's adapter, A and B."""
+        module = f"base_model.model.{self.decoder.module}{name.removeprefix('model.')}"
+        return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+    def _pack(self, pack: Callable[[Any], PyTree], params: PyTree) -> PyTree:
+        each = lambda path, x: pack(x) if dotted(path) in self.packed else x
         return jax.tree_util.tree_map_with_path(each, params)
 
     def _refuse_others(self, adapter: Folder) -> None:
-        """Refuses adapters of other matrices, or of other shapes."""
-        left = {*adapter.tensors}
-        for name, pair in self.params.items():
-            for kind, x in pair.items():
-                refuse_shape(adapter, self._tensor(name, kind), x.shape)
-                left.remove(self._tensor(name, kind))
+        for name, x in self.params.items():
+            refuse_shape(adapter, name, x.shape)
+        left = adapter.tensors.keys() - self.params.keys()
         if left or not self.params:
             raise FolderError(
                 f"{min(left, default='no tensor')} in {adapter.path} is no adapter of"
@@ -192,7 +158,7 @@ class Lora:
             )
 
     def loss(self, params: PyTree, *given: PyTree) -> po.WeightedLoss:
-        """As `split_layers` takes it: `loss(params, frozen, row)`."""
+        """Computes `loss(params, frozen, row)`, as `split_layers` takes it."""
         frozen, row = given
         is_packed = lambda x: isinstance(x, Packed)
         unpacked = lambda x: x.unpacked() if is_packed(x) else x
@@ -200,33 +166,32 @@ class Lora:
         decoder = eqx.combine(self.decoder.static, whole)
 
         def adapted(path: tuple[Any, ...], x: PyTree) -> PyTree:
-            found = params.get(dotted(path))
-            return Adapted(x, **found, scale=self.scale) if found else x
+            a, b = map(params.get, self._tensors(dotted(path)))
+            return x if a is None else Adapted(x, a, b, self.scale)
 
         is_linear = lambda x: isinstance(x, eqx.nn.Linear)
         decoder = jax.tree_util.tree_map_with_path(adapted, decoder, is_leaf=is_linear)
         return loss_of(decoder, row)
 
     def first(self, folder: Folder) -> Adapters:
-        """Returns the adapters to begin with."""
-        return {name: self._first(name) for name in self.params}
+        """Returns the other folder's adapters, or some without effect, as PEFT's."""
+        if (before := self.adapter) is not None:
+            return {name: before[name].astype(np.float32) for name in self.params}
+        first = dict[str, np.ndarray]()
+        for name in self.adapted:
+            a, b = self._tensors(name)
+            shape = self.params[a].shape
+            most = shape[1] ** -0.5  # Kaiming's with a = sqrt(5)
+            draw = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+            first[a] = draw.uniform(-most, most, shape).astype(np.float32)
+            first[b] = np.zeros(self.params[b].shape, np.float32)
+        return first
 
     def read_frozen(self, folder: Folder) -> PyTree:
         """Returns the folder's weights, with matrices in four bits."""
         round_ = jax.jit(Packed.of)
         pack = lambda x: jax.tree.map(np.asarray, round_(np.asarray(x)))
-        return self._each_packed(pack, self.decoder.read(folder))
-
-    def _first(self, name: str) -> dict[str, np.ndarray]:
-        """The adapter of before, or one that does nothing yet, as PEFT begins."""
-        if (before := self.adapter) is not None:
-            read = lambda kind: before[self._tensor(name, kind)].astype(np.float32)
-            return {kind: read(kind) for kind in self.params[name]}
-        a, b = self.params[name]["lora_A"].shape, self.params[name]["lora_B"].shape
-        draw = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        most = a[1] ** -0.5  # Kaiming's with a = sqrt(5)
-        first = draw.uniform(-most, most, a).astype(np.float32)
-        return {"lora_A": first, "lora_B": np.zeros(b, np.float32)}
+        return self._pack(pack, self.decoder.read(folder))
 
     def write(
         self, folder: Folder, path: pathlib.Path, split: po.SplitModel, params: PyTree
@@ -242,55 +207,42 @@ class Lora:
         if self.merge:
             folder.write(path, self.merged(folder, adapters))
             return
-        tensors = {
-            self._tensor(name, kind): x
-            for name, adapter in adapters.items()
-            for kind, x in adapter.items()
-        }
         config = {"target_modules": self._targets()} | self.config
-        config["base_model_name_or_path"] = self.base_name or str(
-            folder.path.absolute()
-        )
+        base = self.base_name or str(folder.path.absolute())
+        text = json.dumps(config | {"base_model_name_or_path": base}, indent=2)
         with new_folder(path) as partial:
             folder.copy(partial, *TOKENIZER)
-            save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
-            text = json.dumps(config, indent=2)
+            save_file(adapters, partial / "adapter_model.safetensors", {"format": "pt"})
             (partial / "adapter_config.json").write_text(text)
 
-    def merged(
-        self, folder: Folder, adapters: Adapters
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the folder's tensors with the adapters added, as PEFT merges them.
+    def merged(self, folder: Folder, adapters: Adapters) -> Values:
+        """Yields the decoder's tensors with the adapters added, as PEFT merges them.
 
-        Matrices that are in four bits are those that the codes stand for.
+        Matrices in four bits are dequantized.
         """
         rounded = jax.jit(lambda x: Packed.of(x).unpacked())
-        left = {*folder.tensors}
         for path, _ in jax.tree_util.tree_leaves_with_path(self.decoder.shapes):
-            pair = adapters.get(dotted(path).removesuffix(".weight"))
-            for name in self.decoder.names(path):
-                x = folder[name]
-                if dotted(path) in self.packed:
+            name = dotted(path)
+            a, b = map(adapters.get, self._tensors(name.removesuffix(".weight")))
+            for tensor in self.decoder.names(path):
+                x = folder[tensor]
+                if name in self.packed:
                     x = np.asarray(rounded(x.astype(self.decoder.dtype)))
-                if pair is not None:
+                if a is not None:
                     x = x.astype(np.float32)
-                    x += self.scale * (pair["lora_B"] @ pair["lora_A"])
-                left.remove(name)
-                yield name, x
-        yield from ((name, folder[name]) for name in left)
-
-    def _tensor(self, name: str, kind: str) -> str:
-        """What PEFT calls a part of a matrix's adapter."""
-        module = self.decoder.module + name.removeprefix("model.")
-        return f"base_model.model.{module}.{kind}.weight"
+                    x += self.scale * (b @ a)
+                yield tensor, x
 
     def _targets(self) -> str | list[str]:
-        """The adapted matrices: their last names, if no other module has one."""
+        """Lists the last names of the adapted matrices, or returns a pattern.
+
+        Only a pattern excludes other modules with these names.
+        """
         last = lambda name: name.rpartition(".")[2]
-        kinds = {last(name) for name in self.params}
-        others = self.matrices - self.params.keys()
+        kinds = {*map(last, self.adapted)}
+        others = {*self.matrices} - {*self.adapted}
         if self.decoder.module == "model." and kinds.isdisjoint(map(last, others)):
             return sorted(kinds)
-        kinds = sorted({".".join(name.split(".")[-2:]) for name in self.params})
+        kinds = sorted({".".join(name.split(".")[-2:]) for name in self.adapted})
         layer = re.escape(f"{self.decoder.module}layers.")
         return rf"{layer}[0-9]+\.({'|'.join(map(re.escape, kinds))})"

@@ -1,11 +1,11 @@
-"""Decoders of `eqx-zoo`, for what a folder's `config.json` says.
+"""Decoders of `eqx-zoo` for a folder's `config.json`.
 
-Their parameters have the tensors' own names and shapes. What they do not compute as the
-configuration says is refused by field and value.
+Their parameters have the tensors' own names and shapes. Fields of the configuration
+that they do not compute are refused, with their value.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,20 +18,22 @@ from jax.typing import DTypeLike
 
 import paged_optax as po
 
-from .folder import Folder, FolderError, Tensors
+from .folder import Folder, FolderError, Tensors, Values
 
 try:
+    import transformers
     from eqx_zoo import CausalLM
     from eqx_zoo.models.causal_lm.config import Config
+    from huggingface_hub.errors import StrictDataclassError
 
-    from .gemma import DEFAULTS, Gemma
+    from .gemma import gemma
 except ModuleNotFoundError as error:
     why = f'{error}: pip install ".[hf]" with Python 3.12 or newer'
     raise ModuleNotFoundError(why, name=error.name) from None
 
 PyTree = Any
 
-#: What transformers would compute otherwise, unless the field is one of these.
+#: Values of fields by which transformers computes the same.
 PLAIN = {
     "attention_dropout": (0, 0.0),
     "mlp_bias": (False,),
@@ -49,7 +51,7 @@ GEMMA = NO_BIAS | {
     "tie_word_embeddings": (True,),
     "use_bidirectional_attention": (False,),
 }
-#: The families, and which of their fields have but one value here.
+#: The same for each family.
 FAMILIES = {
     "LlamaForCausalLM": SILU | NO_BIAS,
     "MistralForCausalLM": SILU | NO_BIAS,
@@ -59,23 +61,11 @@ FAMILIES = {
     "Gemma3ForCausalLM": GEMMA,
     "Gemma3ForConditionalGeneration": GEMMA,
 }
-#: What transformers takes if a configuration does not say.
-UNSAID = {
-    "MistralForCausalLM": {"sliding_window": 4096},
-    "Qwen3ForCausalLM": {"head_dim": 128},
-    "Qwen3MoeForCausalLM": {"head_dim": 128},
-}
-#: Fields whose meaning is theirs, under the name that eqx-zoo knows.
-SAME = {"MistralForCausalLM": "LlamaForCausalLM"}
-#: What the decoder's names begin with where a model sees pictures too: in files of the
-#: hub, and in transformers.
+#: Prefixes of a decoder's tensors beside a vision tower: the hub's, transformers'.
 PREFIXES = ("language_model.model.", "model.language_model.")
-PICTURES = tuple(
-    f"{start}{part}."
-    for start in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector")
-)
+PICTURES = ("vision_tower", "multi_modal_projector")
 HEAD = "lm_head.weight"
+UNUSABLE = (AttributeError, KeyError, NotImplementedError, TypeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,30 +73,36 @@ class Decoder:
     """A decoder of a family, which is its class in transformers."""
 
     family: str
-    config: Mapping[str, Any]  # what `config.json` says of it
-    dtype: np.dtype  # of its parameters
-    static: PyTree  # what of it is no parameter
-    shapes: PyTree  # of its parameters
+    config: Mapping[str, Any]  # of `config.json`, with transformers' defaults
+    dtype: np.dtype  # of the parameters
+    static: PyTree  # all but the parameters
+    shapes: PyTree  # of the parameters
     experts: int  # of a layer
-    prefix: str  # that its tensors' names begin with
+    prefix: str  # of the tensors' names
     module: str  # the same in transformers
 
     @classmethod
     def of(cls, folder: Folder, dtype: DTypeLike) -> "Decoder":
-        """The decoder that a folder has."""
         (family, *_) = folder.config.get("architectures") or [None]
         config = folder.config.get("text_config") or folder.config
         for part in (folder.config, config):
             refuse(family, part)
-        config = UNSAID.get(family, {}) | dict(config)
-        config = {name: x for name, x in config.items() if x is not None}
-        config = DEFAULTS | config if FAMILIES[family] is GEMMA else config
+        is_gemma = FAMILIES[family] is GEMMA
+        kind = "Gemma3Text" if is_gemma else family.removesuffix("ForCausalLM")
+        how, experts = {"key": jax.random.key(0), "dtype": dtype}, 0
         try:
-            decoder, experts = _shapes(family, config, dtype)
-        except KeyError as error:
-            raise FolderError(f"config.json has no {error.args[0]}.") from None
-        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-            raise FolderError(f"config.json cannot be used: {error}.") from None
+            config = getattr(transformers, f"{kind}Config").from_dict(dict(config))
+            config = {name: x for name, x in config.to_dict().items() if x is not None}
+            if is_gemma:
+                decoder = eqx.filter_eval_shape(gemma, config, **how)
+            else:  # Mistral is Llama, but for its window
+                name = family.replace("Mistral", "Llama")
+                sizes = Config.from_hf(config | {"architectures": [name]})
+                decoder = eqx.filter_eval_shape(CausalLM, sizes, **how)
+                experts = sizes.num_experts
+        except (*UNUSABLE, StrictDataclassError) as error:
+            why = " ".join(str(error).split())
+            raise FolderError(f"config.json cannot be used: {why}.") from None
         is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
         shapes, static = eqx.partition(decoder, is_shape)
         prefixes = (x for x in PREFIXES if any(n.startswith(x) for n in folder.tensors))
@@ -116,12 +112,11 @@ class Decoder:
         return cls(family, config, *read)
 
     def __call__(self, params: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
-        """The loss of a row; see `loss_of`."""
         return loss_of(eqx.combine(params, self.static), row)
 
     def read(self, folder: Folder) -> PyTree:
-        """A folder's weights, as the parameters are named; they are read when used."""
-        used: set[str] = set()
+        """Returns a folder's weights as parameters, which are read when used."""
+        used = set[str]()
 
         def value(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Tensors:
             names = self.names(path)
@@ -139,28 +134,25 @@ class Decoder:
                     " is not the embedding: say false there, or remove the tensor."
                 )
             used.add(HEAD)
-        if left := {*self.own(folder)} - used:
-            raise FolderError(
-                f"{min(left)} in {folder.path} is no parameter of this model."
-            )
+        # Others see pictures, or are constants.
+        sees = self.prefix != "model."
+        for name in sorted({*folder.tensors} - used):
+            if not (sees and _part(name)) and not name.endswith("rotary_emb.inv_freq"):
+                raise FolderError(f"{name} in {folder.path} is no parameter here.")
         return params
 
     def length(self, asked: int | None, usual: int) -> int:
-        """Tokens of a row: as asked, or as usual if the model has so many positions."""
+        """Returns the tokens of a row: as asked, or as usual within the positions."""
         fields = ["max_position_embeddings"]
-        if "sliding_window" in UNSAID.get(self.family, {}):
-            fields.append("sliding_window")
+        fields += ["sliding_window"] * self.family.startswith("Mistral")
         most = {x: self.config[x] for x in fields if x in self.config}
         length = asked or min([usual, *most.values()])
         for field, x in most.items():
             if length > x:
-                raise FolderError(
-                    f"--length {length} is more than the model's {field}={x}."
-                )
+                raise FolderError(f"--length {length}: the model has {field}={x}.")
         return length
 
     def refuse_tokens(self, rows: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Refuses tokens that have no embedding."""
         names = "tokens", "labels"
         most = max((int(row[name].max()) for row in rows for name in names), default=0)
         if most >= (entries := self.config["vocab_size"]):
@@ -169,30 +161,22 @@ class Decoder:
                 f" vocab_size={entries}: resize the embedding first."
             )
 
-    def own(self, folder: Folder) -> list[str]:
-        """The tensors that are the decoder's; others see pictures, or are constants."""
-        names = (x for x in folder.tensors if not x.endswith("rotary_emb.inv_freq"))
-        others = () if self.prefix == "model." else PICTURES
-        return [name for name in names if not name.startswith(others)]
-
     def untrained(self, folder: Folder) -> list[str]:
-        """The parts of a model that are left as they are, such as a vision tower."""
-        parts = {x for x in PICTURES for name in folder.tensors if name.startswith(x)}
-        return sorted(x.removeprefix("model.").removesuffix(".") for x in parts)
+        """Lists the parts of a model that do not change, such as a vision tower."""
+        return sorted({*filter(None, map(_part, folder.tensors))})
 
     def names(self, path: tuple[Any, ...]) -> list[str]:
-        """The tensors that a parameter is made of: one, or one of each expert."""
-        name = self.prefix + dotted(path).removeprefix("model.")
-        name = name if path[0].name == "model" else dotted(path)
+        """Lists the tensors of a parameter: one, or one of each expert."""
+        name = dotted(path)
+        if path[0].name == "model":
+            name = self.prefix + name.removeprefix("model.")
         if "experts" not in name:
             return [name]
         before, _, after = name.partition("experts.")
         return [f"{before}experts.{n}.{after}" for n in range(self.experts)]
 
-    def tensors(
-        self, folder: Folder, split: po.SplitModel, params: PyTree
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """The stacked parameters as the folder's tensors, a stack at a time."""
+    def tensors(self, folder: Folder, split: po.SplitModel, params: PyTree) -> Values:
+        """Yields stacked parameters as the folder's tensors, a stack at a time."""
         leaves, structure = jax.tree.flatten(params)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         for n, leaf in enumerate(leaves):
@@ -206,12 +190,10 @@ class Decoder:
                 is_head = dotted(path) == "model.embed_tokens.weight"
                 if is_head and self.static.lm_head is None and HEAD in folder.tensors:
                     yield HEAD, x
-        for name in {*folder.tensors} - {*self.own(folder)}:
-            yield name, folder[name]
 
 
 def loss_of(decoder: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
-    """The sum of a row's losses, or of several rows', and how many tokens count.
+    """Sums the losses of a row, or of several, and counts the tokens.
 
     Tokens see those before them in their own document, `row["segments"]`.
     """
@@ -229,43 +211,37 @@ def loss_of(decoder: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """A path of attributes and numbers, as tensors are named."""
+    """Joins a path's attributes and numbers, as tensors are named."""
     return ".".join(str(getattr(x, "name", getattr(x, "idx", x))) for x in path)
 
 
-def _shapes(
-    family: str, config: Mapping[str, Any], dtype: DTypeLike
-) -> tuple[PyTree, int]:
-    """A decoder of shapes, and how many experts its layers have."""
-    how = {"key": jax.random.key(0), "dtype": dtype}
-    if FAMILIES[family] is GEMMA:
-        return eqx.filter_eval_shape(Gemma, config, **how), 0
-    sizes = Config.from_hf({**config, "architectures": [SAME.get(family, family)]})
-    return eqx.filter_eval_shape(CausalLM, sizes, **how), sizes.num_experts
+def _part(name: str) -> str | None:
+    """Returns the part of a model that a tensor is in, if it sees pictures."""
+    first, _, _ = name.removeprefix("model.").partition(".")
+    return first if first in PICTURES else None
 
 
 def refuse(family: str | None, config: Mapping[str, Any]) -> None:
-    """Refuses what would not be computed as transformers does."""
+    """Raises if transformers would compute something else."""
     if family not in FAMILIES:
         raise FolderError(
             f"config.json: architectures={[family]} is none of {', '.join(FAMILIES)}."
         )
     refuse_values("config.json", PLAIN | FAMILIES[family], config)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config.get("rope_parameters") and config.get("rope_scaling"):
+    ropes = [config[x] for x in ("rope_parameters", "rope_scaling") if config.get(x)]
+    if len(ropes) > 1:
         raise FolderError(
-            "config.json has rope_parameters and rope_scaling: leave one of them."
+            "config.json has rope_parameters and rope_scaling: leave one."
         )
+    (rope,) = ropes or [{}]
     for field in ("rope_theta", "original_max_position_embeddings"):
-        said = {x for x in (config.get(field), rope.get(field)) if x is not None}
-        if len(said) > 1:
+        if len({config.get(field), rope.get(field)} - {None}) > 1:
             raise FolderError(f"config.json has two values of {field}: leave one.")
 
 
 def refuse_values(
     file: str, fields: Mapping[str, Sequence[Any]], config: Mapping[str, Any]
 ) -> None:
-    """Refuses fields that have other values than those that are computed."""
     for field, values in fields.items():
         value = config.get(field)
         if value is not None and value not in values:
@@ -276,11 +252,9 @@ def refuse_values(
 
 
 def refuse_shape(folder: Folder, name: str, shape: tuple[int, ...]) -> None:
-    """Refuses a tensor that is missing, or of another shape."""
     if name not in folder.tensors:
         raise FolderError(f"{name} is missing in {folder.path}: is it another model's?")
-    found = folder.tensors[name].shape
-    if found != shape:
+    if (there := folder.tensors[name].shape) != shape:
         raise FolderError(
-            f"{name} in {folder.path} has shape {found}, and config.json says {shape}."
+            f"{name} in {folder.path} has shape {there}, and config.json says {shape}."
         )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import paged_optax as po
 
@@ -31,47 +31,45 @@ POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 @dataclasses.dataclass
 class Run:
-    """A training run."""
+    """A training run, which has read no weights yet."""
 
     args: argparse.Namespace
     folder: Folder
     decoder: Decoder
-    method: Full | Lora  # what is trained
-    split: po.SplitModel  # the method's loss, taken apart
+    method: Full | Lora
+    split: po.SplitModel  # of the method's loss
     tx: optax.GradientTransformation
     train: Sequence[Row]
-    held_out: Sequence[Row]  # to evaluate on
+    held_out: Sequence[Row]
     steps: int
-    mesh: jax.sharding.Mesh | None  # that divides weights and rows; None: one device
+    mesh: jax.sharding.Mesh | None  # of several devices
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Run":
-        """Reads all that is asked for, but the weights."""
         folder = Folder.open(args.checkpoint)
         decoder = Decoder.of(folder, args.dtype or folder.dtype)
         args.length = decoder.length(args.length, LENGTH)
         args.batch *= args.gradient_accumulation
-        if args.batch % args.devices or args.devices > jax.device_count():
+        if args.devices > jax.device_count() or args.batch % args.devices:
             raise FolderError(
-                f"--devices {args.devices}: there are {jax.device_count()}, and they"
-                f" divide the {args.batch} rows of a step: give a multiple of rows."
+                f"--devices {args.devices}: JAX has {jax.device_count()}, and they"
+                f" divide a step's rows: --batch {args.batch} has to be a multiple."
             )
         if args.devices > 1 and decoder.experts:
-            raise FolderError("--devices 1 is what experts are computed on: leave it.")
-        if args.gradient_accumulation > 1:
-            print(f"batch: {args.batch} rows a step, added up one at a time")
+            raise FolderError("--devices 1 is needed for experts: leave it out.")
         tokenizer = tokenizer_of(args.checkpoint)
         train, held_out = rows_of(args, args.text, tokenizer), []
         if args.eval_text:
             held_out = rows_of(args, args.eval_text, tokenizer)
         elif aside := math.ceil(args.held_out * len(train)):
             train, held_out = train[:-aside], train[-aside:]
+        for path, found in ((args.text, train), (args.eval_text, held_out)):
+            if path and not found:
+                raise FolderError(
+                    f"{path} has no row of {args.length} tokens to learn: give more"
+                    " text, more --length, or less --held-out."
+                )
         decoder.refuse_tokens([*train, *held_out])
-        if len(train) == 0:
-            raise FolderError(
-                f"{args.text} has no row of {args.length} tokens to train on: give more"
-                " text, or less --held-out."
-            )
         return cls.on(args, folder, decoder, train, held_out)
 
     @classmethod
@@ -83,8 +81,7 @@ class Run:
         train: Sequence[Row],
         held_out: Sequence[Row] = (),
     ) -> "Run":
-        """A run on rows, which has read no weights yet."""
-        method = Full(decoder) if args.method == "full" else lora_of(args, decoder)
+        method = Full(decoder) if args.method == "full" else Lora(decoder, args)
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
         args.learning_rate = args.learning_rate or RATES[args.method]
         rate = schedule(args.lr_scheduler_type, args.learning_rate, args.warmup, steps)
@@ -95,37 +92,36 @@ class Run:
             how["master_remainders"] = method.frozen is None
             tx = po.paged_adamw_8bit(rate, **how)
         row, loss, mesh = train[0], method.loss, None
-        if args.devices > 1:
-            row, mesh = stacked([row] * args.devices), mesh_of(args.devices)
-            loss = gathered(method.loss, mesh)
+        if (count := args.devices) > 1:
+            how = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:count]}
+            mesh = jax.make_mesh((count,), ("data",), **how)
+            row, loss = stacked([row] * count), gathered(method.loss, mesh)
         split = po.split_layers(loss, method.params, row, frozen=method.frozen)
         parts = args, folder, decoder, method, split, tx, train, held_out, steps
         return cls(*parts, mesh)
 
     @functools.cached_property
     def way(self) -> str:
-        """Where the weights are: the first way that fits, unless one is asked for."""
+        """Where the weights are: the first way that fits, unless `--way` says."""
         if self.args.way != "auto":
             return self.args.way
         limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
         if (memory := self.args.device_memory or limit) is None:
-            return "device"  # a CPU, that does not say
+            return "device"  # a CPU has no limit
         fits = self.fits(memory)
-        # Of what the device says JAX has taken its share already.
+        # JAX's own limit is its share already.
         most = fits.available if self.args.device_memory else limit
         needed = {way: self.needed(fits, way) for way in WAYS}
         for way, size in needed.items():
             if size < most:
                 return way
-        least = min(needed.values())
+        least, most = (x / 2**30 for x in (min(needed.values()), most))
         raise FolderError(
-            f"no way fits: the least takes {least / 2**30:.1f} GiB of the device, and"
-            f" JAX takes {most / 2**30:.1f}. Give less --batch or --length, or --method"
-            " qlora."
+            f"no way fits: the least takes {least:.1f} GiB of the device, and JAX takes"
+            f" {most:.1f}. Give less --batch or --length, or --method qlora."
         )
 
     def fits(self, memory: int | str) -> po.Footprints:
-        """What the decoder's ways take, trained whole, or without moments."""
         return po.what_fits(
             self.decoder.shapes,
             None if self.method.frozen is None else optax.sgd(1.0),
@@ -139,7 +135,7 @@ class Run:
         )
 
     def needed(self, fits: po.Footprints, way: str) -> int:
-        """Bytes of the device that a way takes."""
+        """Counts the bytes of the device that a way takes."""
         config, shapes = self.decoder.config, self.decoder.shapes
         # Rows go through a layer one by one, and all their inputs are kept.
         row = self.args.length * config["hidden_size"] * self.decoder.dtype.itemsize
@@ -157,15 +153,14 @@ class Run:
         return found.device + kept + there + adapters - found.parameters
 
     def placed(self, way: str, weights: PyTree) -> PyTree:
-        """The decoder's weights, or their shapes, stacked where a way has them."""
+        """Stacks the decoder's weights, or their shapes, where a way has them."""
         is_full = self.method.frozen is None
         stack = self.split.stack if is_full else self.split.stack_frozen
-        return self._divided(
-            functools.partial(stack, min_size=self.args.min_size), WAYS[way][0], weights
-        )
+        stack = functools.partial(stack, min_size=self.args.min_size)
+        return self._divided(stack, WAYS[way][0], weights)
 
     def trained(self, params: PyTree) -> PyTree:
-        """What is trained, or its shapes; adapters are on the device."""
+        """Stacks what is trained, or its shapes; adapters are on the device."""
         if self.method.frozen is None:
             return self.placed(self.way, params)
         return self._divided(self.split.stack, False, params)
@@ -173,9 +168,9 @@ class Run:
     def _divided(
         self, stack: Callable[..., PyTree], on_host: bool | str, weights: PyTree
     ) -> PyTree:
-        """Stacks weights, or their shapes, each device's part on it or its host."""
         if self.mesh is None:
-            return from_numpy(stack(weights, on_host=on_host))
+            array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+            return jax.tree.map(array, stack(weights, on_host=on_host))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         placed = jax.tree.leaves(stack(jax.tree.map(shape, weights), on_host=on_host))
         leaves, structure = jax.tree.flatten(stack(weights))
@@ -183,50 +178,44 @@ class Run:
         for n, place in enumerate(jax.tree.leaves(places)):
             if _is_away(placed[n]):
                 place = place.with_memory_kind("pinned_host")
-            if isinstance(leaves[n], jax.ShapeDtypeStruct):
-                leaves[n] = leaves[n].update(sharding=place)
-            else:
-                leaves[n] = jax.device_put(leaves[n], place)
+            x, leaves[n] = leaves[n], None  # its memory is free once it is placed
+            typed = isinstance(x, jax.ShapeDtypeStruct) and x.update(sharding=place)
+            leaves[n] = typed or jax.device_put(x, place)
         return structure.unflatten(leaves)
 
     def frozen_shapes(self) -> tuple[PyTree, ...]:
-        """The shapes of what is not trained, as a step takes it."""
-        frozen = self.method.frozen
-        return () if frozen is None else (self.placed(self.way, frozen),)
+        frozen = () if self.method.frozen is None else (self.method.frozen,)
+        return tuple(self.placed(self.way, x) for x in frozen)
 
     @functools.cached_property
     def frozen(self) -> tuple[PyTree, ...]:
-        """What is not trained, as a step takes it: nothing if everything is."""
-        if self.method.frozen is None:
+        """Frozen weights, as the step takes them."""
+        if not isinstance(self.method, Lora):
             return ()
         return (self.placed(self.way, self.method.read_frozen(self.folder)),)
 
-    def workspace(self, params: PyTree) -> po.GradientWorkspace:
-        return self.split.workspace(params, host_dtype="float32")
-
     def carry(self) -> tuple[PyTree, ...]:
-        """Parameters, moments and workspace, from the folder's weights."""
-        params = self.trained(self.method.first(self.folder))
-        return params, self.split.init(self.tx, params), self.workspace(params)
+        """Returns parameters, moments and workspace, from the folder's weights."""
+        return self._carry(self.trained(self.method.first(self.folder)))
+
+    def _carry(self, params: PyTree) -> tuple[PyTree, ...]:
+        workspace = self.split.workspace(params, host_dtype="float32")
+        return params, self.split.init(self.tx, params), workspace
 
     def target(self) -> tuple[PyTree, ...]:
-        """The shapes of `carry`, and where its arrays belong."""
+        """Returns the shapes of `carry`, and where its arrays belong."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         if self.mesh is not None:
             device = NamedSharding(self.mesh, PartitionSpec())
-        placed = lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
-        )
+        placed = lambda x: x if x.sharding else x.update(sharding=device)
         params = jax.tree.map(placed, self.trained(self.method.params))
-        workspace = po.abstract_state(self.workspace(params), params)
-        return params, self.split.init(self.tx, params), workspace
+        params, state, workspace = self._carry(params)
+        return params, state, po.abstract_state(workspace, params)
 
     def host_bytes(self) -> int:
-        """Bytes of host memory that a step has."""
         return placed_bytes((self.target(), self.frozen_shapes()), on_host=True)
 
     def refuse_small_host(self, needed: int) -> None:
-        """Refuses bytes of host memory that are more than this machine has."""
         gigabytes = pinned_gigabytes()
         if needed > gigabytes << 30:
             raise FolderError(
@@ -235,10 +224,9 @@ class Run:
             )
 
     def step(self, carry: tuple[PyTree, ...]) -> Callable[..., Any]:
-        """The compiled step: carry and batch to the next carry and its output."""
-        run = po.layerwise_step(
-            self.split, self.tx, max_norm=self.args.max_norm, accumulate=True
-        )
+        """Compiles the step: carry and batch to the next carry and its output."""
+        how = {"max_norm": self.args.max_norm, "accumulate": True}
+        run = po.layerwise_step(self.split, self.tx, **how)
         given = next(self.batches()), *self.frozen
         return po.jit_step(run, *carry, *given, donate_argnums=(0, 1, 2))
 
@@ -247,7 +235,7 @@ class Run:
         return jax.jit(self.split.loss)
 
     def evaluated(self, params: PyTree, found: Sequence[Row]) -> float:
-        """The mean loss of rows over their tokens."""
+        """Computes the mean loss of rows over their tokens."""
         count = self.args.devices
         blank = {name: 0 * x for name, x in found[0].items()}
         found = [*found, *[blank] * (-len(found) % count)]
@@ -258,28 +246,27 @@ class Run:
         return float(np.average(losses, weights=weights))
 
     def compared(self, params: PyTree) -> str:
-        """The loss of QLoRA's adapters, and beside the folder's own weights."""
+        """Describes the loss of QLoRA's adapters on both kinds of weights."""
         found = self.held_out or self.train[:8]
         text = f"loss of {len(found)} rows: {self.evaluated(params, found):.4f} in NF4"
         del self.frozen
         args = argparse.Namespace(**vars(self.args) | {"method": "lora", "way": "auto"})
-        own = Run.on(args, self.folder, self.decoder, self.train, self.held_out)
+        own = Run.on(args, self.folder, self.decoder, found)
         try:
             own.refuse_small_host(placed_bytes(own.frozen_shapes(), on_host=True))
             loss = own.evaluated(params, found)
+            return f"{text}, {loss:.4f} beside the folder's own weights"
         except (FolderError, jax.errors.JaxRuntimeError) as error:  # of no memory
             first = str(error).splitlines()[0]
             return f"{text}; not computed beside the folder's own weights: {first}"
-        return f"{text}, {loss:.4f} beside the folder's own weights"
 
     def on_devices(self, rows: Row, axis: int) -> Row:
         """Divides rows over the devices, along an axis; one has rows one by one."""
         if self.mesh is None:
             return rows if axis else {name: x[0] for name, x in rows.items()}
         place = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, "data"))
-        count = self.args.devices
-        shape = lambda x: (*[-1] * axis, count, *x.shape[1:])
-        put = lambda x: jax.device_put(x.reshape(shape(x)), place)
+        lead = *[-1] * axis, self.args.devices
+        put = lambda x: jax.device_put(x.reshape(*lead, *x.shape[1:]), place)
         return {name: put(x) for name, x in rows.items()}
 
     def batches(self) -> Iterator[Row]:
@@ -287,59 +274,44 @@ class Run:
         return (self.on_devices(rows, 1) for rows in found)
 
 
-def mesh_of(count: int) -> jax.sharding.Mesh:
-    """The first devices, as one axis."""
-    devices, axes = jax.devices()[:count], (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((count,), ("data",), axis_types=axes, devices=devices)
-
-
 def gathered(
     loss: Callable[..., po.WeightedLoss], mesh: jax.sharding.Mesh
 ) -> Callable[..., po.WeightedLoss]:
-    """A loss that gathers layers' weights where it uses them: rows stay in place."""
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def gather(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        in_layer = ".layers" in jax.tree_util.keystr(path)
-        return jax.lax.with_sharding_constraint(x, whole) if in_layer else x
-
-    gather_all = functools.partial(jax.tree_util.tree_map_with_path, gather)
+    """Returns a loss that gathers a layer's weights, so that rows stay in place."""
+    whole, key = NamedSharding(mesh, PartitionSpec()), jax.tree_util.keystr
+    gather = functools.partial(jax.lax.with_sharding_constraint, shardings=whole)
+    in_layer = lambda path, x: gather(x) if ".layers" in key(path) else x
+    gather_all = functools.partial(jax.tree_util.tree_map_with_path, in_layer)
     return lambda *given: loss(*gather_all(given[:-1]), given[-1])
 
 
-def lora_of(args: argparse.Namespace, decoder: Decoder) -> Lora:
-    """The adapters that a command line asks for."""
-    drawn = args.rank, args.alpha, args.method == "qlora", args.seed
-    return Lora(decoder, *drawn, args.adapter, args.merge, args.base_name)
-
-
 def merge(args: argparse.Namespace) -> None:
-    """Writes a folder with the adapters of another in its weights."""
     folder = Folder.open(args.checkpoint)
     decoder = Decoder.of(folder, args.dtype or folder.dtype)
     decoder.read(folder)  # refuses what is not whole
-    lora = lora_of(args, decoder)
+    lora = Lora(decoder, args)
+    kind = " in NF4" if args.method == "qlora" else ""
+    print(f"method: {lora.name}; merging into the weights{kind}")
     lora.save(folder, args.output, lora.first(folder))
+    print(f"wrote {args.output}")
 
 
 def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> list[Row]:
-    """Reads a file as rows."""
     read = documents(path, tokenizer)
     fit, longer = fitted(read, args.length, args.too_long)
     if longer:
-        how = "left out" if args.too_long == "drop" else f"cut at the {args.too_long}"
+        lost, is_cut = len(read) - len(fit), args.too_long != "drop"
+        cut = f"{longer - lost} cut at the {args.too_long}, " * is_cut
+        why = ": nothing to learn is left" * (is_cut and lost > 0)
         print(
-            f"{path}: {longer} of {len(read)} chats, or turns that a template renders"
-            f" alone, are longer than a row, and {how}"
+            f"{path}: {longer} of {len(read)} chats, or turns that the template renders"
+            f" alone, are longer than {args.length} tokens: {cut}{lost} left out{why}"
         )
-        lost = len(read) - len(fit)
-        if lost and args.too_long != "drop":
-            print(f"{path}: {lost} of these have nothing to learn then: left out")
     return rows(fit, args.length)
 
 
 def schedule(kind: str, rate: float, warmup: float, steps: int) -> optax.Schedule:
-    """The rate of each step: a linear warmup, and a decay to 0 after the last."""
+    """Returns a linear warmup, and a decay to 0 after the last step."""
     first = 0 if kind == "constant" else max(1, round(warmup * steps))
     # The step before the first has the rate 0.
     rest = steps + 1 - first
@@ -353,26 +325,17 @@ def schedule(kind: str, rate: float, warmup: float, steps: int) -> optax.Schedul
 
 
 def decayed(params: PyTree) -> PyTree:
-    """True for the parameters that decay: all but norms and biases."""
-    name = lambda path: jax.tree_util.keystr(path).lower()
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: "norm" not in name(path) and "bias" not in name(path), params
-    )
-
-
-def from_numpy(tree: PyTree) -> PyTree:
-    """A tree, or its shapes, with JAX's arrays for NumPy's."""
-    array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-    return jax.tree.map(array, tree)
+    names = lambda path: jax.tree_util.keystr(path).lower()
+    decays = lambda path, _: not any(x in names(path) for x in ("norm", "bias"))
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def without_codec(way: str) -> str:
-    """The name of a way of `what_fits`, whatever stores the moments."""
     return way.replace(", dynamic_int8", "")
 
 
 def placed_bytes(tree: PyTree, *, on_host: bool) -> int:
-    """Bytes of the leaves, or shapes, that are on the host, or on one device."""
+    """Counts the bytes of leaves, or shapes, on the host, or on one device."""
     part = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
     there = (x for x in jax.tree.leaves(tree) if _is_away(x) == on_host)
     sizes = ((x.shape if on_host else part(x), x.dtype.itemsize) for x in there)
@@ -384,22 +347,19 @@ def _is_away(x: Any) -> bool:
 
 
 def tokenizer_of(path: pathlib.Path) -> Any:
-    """The folder's tokenizer."""
     from transformers import AutoTokenizer
 
-    # Of a configuration alone transformers makes a tokenizer that knows nothing.
+    # From a configuration alone transformers makes a tokenizer without vocabulary.
     if not any(path.glob("tokenizer.*")) and not any(path.glob("vocab.*")):
         raise FolderError(f"{path} has no tokenizer: put tokenizer.json beside it.")
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         first = str(error).strip().splitlines()[0]
-        raise FolderError(
-            f"{path} has no tokenizer that can be read: {first}"
-        ) from None
+        raise FolderError(f"{path} has no readable tokenizer: {first}") from None
 
 
 def pinned_gigabytes() -> int:
-    """What XLA may pin of the machine's memory: nine tenths, unless told otherwise."""
+    """Returns the limit of pinned host memory: nine tenths of it, or that of `POOL`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(os.environ.get(POOL, max(1, 9 * memory // 10 >> 30)))

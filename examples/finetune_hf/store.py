@@ -1,4 +1,4 @@
-"""An unfinished run of `finetune_hf`: stopped, and gone on with."""
+"""The folder of an unfinished run: checkpoints, losses, and the run's arguments."""
 
 import argparse
 import contextlib
@@ -21,10 +21,10 @@ from .folder import Folder, FolderError
 from .text import Row
 
 PyTree = Any
-#: Arguments that may differ when a run goes on: the others decide its numbers.
+#: Arguments that may differ when a run continues: the others decide its numbers.
 FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "output")
 FREE += ("log_every", "report_to", "eval_text", "merge", "base_name")
-#: Of these the content does, wherever it is.
+#: Paths that may differ if their content is the same.
 HASHED = {
     "text": "what is read of --text or --eval-text, or the tokenizer, has changed",
     "checkpoint": "the weights or the configuration of --checkpoint have changed",
@@ -33,7 +33,7 @@ HASHED = {
 
 @dataclasses.dataclass
 class Store:
-    """An unfinished run's folder: checkpoints, losses, and what decides its numbers."""
+    """An unfinished run's folder, and the arguments that decide the run's numbers."""
 
     path: pathlib.Path
     decides: dict[str, str]
@@ -43,16 +43,16 @@ class Store:
     def of(
         cls, args: argparse.Namespace, folder: Folder, rows: Sequence[Row]
     ) -> "Store":
-        """What is there of a run, whose folder and texts may have been moved."""
-        path, decides = working(args.output), vars(args)
-        decides = {n: str(x) for n, x in decides.items() if n not in FREE}
+        """Compares a run with the one in its folder, if it resumes that."""
+        path = working(args.output)
+        decides = {n: str(x) for n, x in vars(args).items() if n not in FREE}
         tokens = (x.tobytes() for row in rows for x in row.values())
         decides["text"] = hashlib.sha256(b"".join(tokens)).hexdigest()
         decides["checkpoint"] = folder.fingerprint()
         known = path / "run.json"
         if args.resume:
             if not known.exists():
-                raise FolderError(f"{path} has no run to go on with: leave --resume.")
+                raise FolderError(f"{path} has no run to continue: leave --resume.")
             before = json.loads(known.read_text())
             for name, value in decides.items():
                 if (was := before.get(name, value)) != value:
@@ -62,8 +62,7 @@ class Store:
                     raise FolderError(f"{how}: give the same, or another --output.")
         elif known.exists():
             raise FolderError(
-                f"{path} has an unfinished run: --resume goes on with it, another"
-                " --output begins anew."
+                f"{path} has an unfinished run: --resume it, or remove it."
             )
         return cls(path, decides)
 
@@ -73,7 +72,7 @@ class Store:
         return ocp.CheckpointManager(self.path / "steps", options=options)
 
     def take(self, *, anew: bool) -> None:
-        """Makes the folder this command's own, until it ends; empty, if anew."""
+        """Locks the folder until `close`, and empties it if `anew`."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.path, os.O_RDONLY)
         try:
@@ -86,20 +85,18 @@ class Store:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
 
     def close(self) -> None:
-        """Leaves the folder to other commands, or removes it if nothing began."""
+        """Unlocks the folder, or removes it if nothing began."""
         if self.lock is not None:
             if not (self.path / "run.json").exists():
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
 
     def begin(self) -> None:
-        """Notes what decides the run's numbers."""
         partial = self.path / "run.json.writing"
         partial.write_text(json.dumps(self.decides, indent=2))
         partial.rename(self.path / "run.json")
 
     def save(self, number: int, carry: Sequence[PyTree]) -> None:
-        """Saves a checkpoint, and only then removes the one before."""
         try:
             with _quiet():
                 self.manager.save(number, args=ocp.args.StandardSave(list(carry)))
@@ -113,17 +110,13 @@ class Store:
                 " and give --resume."
             ) from None
 
-    def latest(self) -> int | None:
-        """The step of the last whole checkpoint; None: there is none."""
-        return self.manager.latest_step()
-
-    def restore(self, number: int, target: Sequence[PyTree]) -> list[PyTree]:
-        """A checkpoint, where shapes say that it belongs."""
-        return self.manager.restore(number, args=ocp.args.StandardRestore(list(target)))
+    def restore(self, target: Sequence[PyTree]) -> list[PyTree]:
+        """Reads the last checkpoint to where a tree of shapes places it."""
+        return self.manager.restore(None, args=ocp.args.StandardRestore(list(target)))
 
     @contextlib.contextmanager
     def losses(self, start: int) -> Iterator[Callable[..., None]]:
-        """Notes losses in a file, behind those of the steps before."""
+        """Yields a function that appends to the losses of the first `start` steps."""
         path = self.path / "losses.csv"
         lines = path.read_text().splitlines()[: start + 1] if start else []
         path.write_text("\n".join([*(lines or ["step,loss,held out"]), ""]))
@@ -132,13 +125,12 @@ class Store:
 
 
 def working(output: pathlib.Path) -> pathlib.Path:
-    """Where an unfinished run is."""
     return output.with_name(f"{output.name}.run").absolute()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Has no thread print a traceback of a write that fails; nor later, if one does."""
+    """Disables tracebacks of a failing write in a thread, for good if it fails."""
     loud = [logging.getLogger(name) for name in ("absl", "asyncio")]
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     for logger in loud:

@@ -13,34 +13,28 @@ from .folder import FolderError
 from .records import records
 
 Array = np.ndarray
-#: A row's arrays, see `rows`.
+#: Arrays of a row, see `rows`.
 Row = dict[str, Array]
-
-
-#: Of a model without a chat template, as in https://github.com/tatsu-lab/stanford_alpaca.
+#: For models without a template, from https://github.com/tatsu-lab/stanford_alpaca.
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that"
     " appropriately completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
 )
-PAIRED = "paired with an input that provides further context"
+PAIRED = ", paired with an input that provides further context"
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Tokens, and which of them are learned."""
+    """Tokens, true for those that are learned, and true if they are in one row."""
 
     tokens: Sequence[int]
     learned: Sequence[bool]
-    whole: bool = False  # it is never cut between two rows, as a chat
+    whole: bool = False
 
 
 def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
-    """Reads the documents of a file, see `records` and `documents_of`."""
-    found = [
-        document
-        for where, record in records(path)
-        for document in documents_of(where, record, tokenizer)
-    ]
+    """Reads a file's `records` as documents, see `documents_of`."""
+    found = [x for place in records(path) for x in documents_of(*place, tokenizer)]
     if not any(any(x.learned) for x in found):
         raise FolderError(f"{path} has nothing to learn: it is empty.")
     return found
@@ -49,10 +43,10 @@ def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
 def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
     """Reads one record, by its fields.
 
-    `messages` is a chat, whose assistant's turns are learned with the tokens that end
-    them. `prompt` and `completion` are two strings or two lists of messages, of which
-    the second is learned. `instruction`, `input` and `output` are Alpaca's: a chat, or
-    Alpaca's own text without a chat template. `text` is learned as a whole.
+    `messages` is a chat: the assistant's turns are learned with the tokens that end
+    them. `prompt` and `completion` are two strings or two lists of messages: the second
+    is learned. `instruction`, `input` and `output` are Alpaca's: a chat, or Alpaca's
+    own text without a chat template. All of `text` is learned.
     """
     match record:
         case {"messages": [*messages]}:
@@ -62,16 +56,13 @@ def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
         case {"prompt": str(prompt), "completion": str(answer)}:
             return [_completed(prompt, answer, tokenizer)]
         case {"instruction": str(task), "output": str(answer)}:
-            given = record.get("input") or ""
+            more = record.get("input") or ""
             if tokenizer.chat_template is None:
-                paired = ", paired with an input that provides further context"
-                more = f"### Input:\n{given}\n\n"
-                prompt = ALPACA.format(
-                    *(paired, task, more) if given else ("", task, "")
-                )
+                parts = (PAIRED, task, f"### Input:\n{more}\n\n")
+                prompt = ALPACA.format(*(parts if more else ("", task, "")))
                 return [_completed(prompt, answer, tokenizer)]
-            asked = "\n".join(filter(None, (task, given)))
-            pair = ("user", asked), ("assistant", answer)
+            question = "\n".join(filter(None, (task, more)))
+            pair = ("user", question), ("assistant", answer)
             messages, known = [{"role": x, "content": y} for x, y in pair], 1
         case {"text": str(text)}:
             return [_text(text, tokenizer)]
@@ -83,7 +74,6 @@ def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
 
 
 def _completed(prompt: str, answer: str, tokenizer: Any) -> Document:
-    """A text that is learned from where it differs from its prompt."""
     tokens = _text(prompt + answer, tokenizer).tokens
     start = common(_text(prompt, tokenizer).tokens, tokens)
     return Document(tokens, [n >= start for n in range(len(tokens))], whole=True)
@@ -105,32 +95,27 @@ def _text(text: str, tokenizer: Any) -> Document:
 def fitted(
     found: Iterable[Document], length: int, too_long: str
 ) -> tuple[list[Document], int]:
-    """Cuts whole documents that are longer than a row, or leaves them out.
+    """Cuts whole documents that are longer than a row, and counts them.
 
-    Args:
-      found: Documents.
-      length: Tokens a row.
-      too_long: `"right"` keeps their first tokens, `"left"` their last, `"drop"` none.
-
-    Returns:
-      The documents, and the number of those that were longer.
+    `"right"` keeps their first tokens, `"left"` their last, `"drop"` none. A document
+    in which nothing is learned then is left out.
     """
-    fit, count = list[Document](), 0
+    fit, longer = list[Document](), 0
     for x in found:
         if x.whole and len(x.tokens) > length + 1:
-            count += 1
+            longer += 1
             kept = slice(-length - 1, None) if too_long == "left" else slice(length + 1)
-            x = dataclasses.replace(x, tokens=x.tokens[kept], learned=x.learned[kept])
+            x = Document(x.tokens[kept], x.learned[kept], whole=True)
             if too_long == "drop" or not any(x.learned[1:]):
                 continue
         fit.append(x)
-    return fit, count
+    return fit, longer
 
 
 def rows(found: Sequence[Document], length: int) -> list[Row]:
     """Packs documents into rows of so many tokens.
 
-    Whole documents go where they fit best, the longest first; the others are cut from
+    Whole documents are packed by best fit, the longest first; the others are cut from
     row to row.
 
     Returns:
@@ -138,20 +123,19 @@ def rows(found: Sequence[Document], length: int) -> list[Row]:
       `segments`, which number the row's documents; `weights`, 1 where the label is of
       the same document and learned.
     """
-    chats = [x for x in found if x.whole]
-    packed = [*_cut([x for x in found if not x.whole], length), *_fit(chats, length)]
+    whole = [x for x in found if x.whole]
+    packed = [*_cut([x for x in found if not x.whole], length), *_fit(whole, length)]
     return [row for row in packed if row["weights"].any()]
 
 
 def _row(
     length: int, tokens: Array, labels: Array, document: Array, learned: Array
 ) -> Row:
-    """A row of tokens, and of their documents' numbers, filled up by no document."""
-    begins = np.searchsorted(document, document)
+    """Pads with segment 0; `document` has each token's document, in order."""
     arrays = {
         "tokens": tokens,
         "labels": labels,
-        "positions": np.arange(len(document)) - begins,
+        "positions": np.arange(len(document)) - np.searchsorted(document, document),
         "segments": document - document[:1] + 1,
         "weights": learned,
     }
@@ -163,7 +147,7 @@ def _row(
 def _join(
     found: Sequence[Document], part: slice = slice(None)
 ) -> tuple[Array, Array, Array]:
-    """The tokens of a part of each document, its number, and whether it is learned."""
+    """Joins a part of each document: tokens, the documents' numbers, and `learned`."""
     tokens = [np.asarray(x.tokens[part], np.int32) for x in found]
     learned = [np.asarray(x.learned[part], bool) for x in found]
     numbers = np.repeat(np.arange(len(found)), [len(x) for x in tokens])
@@ -171,19 +155,17 @@ def _join(
 
 
 def _cut(found: Sequence[Document], length: int) -> Iterator[Row]:
-    """Cuts documents, one after the other, into rows."""
     if not found:
         return
-    tokens, documents, learned = _join(found)
+    tokens, numbers, learned = _join(found)
     for start in range(0, max(len(tokens) - 1, 0), length):
-        chosen = slice(start, min(start + length, len(tokens) - 1))
-        after = slice(chosen.start + 1, chosen.stop + 1)
-        known = learned[after] & (documents[after] == documents[chosen])
-        yield _row(length, tokens[chosen], tokens[after], documents[chosen], known)
+        part = slice(start, min(start + length, len(tokens) - 1))
+        after = slice(part.start + 1, part.stop + 1)
+        known = learned[after] & (numbers[after] == numbers[part])
+        yield _row(length, tokens[part], tokens[after], numbers[part], known)
 
 
 def _fit(found: Sequence[Document], length: int) -> Iterator[Row]:
-    """Packs documents by best fit, the longest first (best-fit decreasing)."""
     space = list[tuple[int, int]]()  # of each row, in order of size; and its number
     packed = list[list[Document]]()
     for x in sorted(found, key=lambda x: -len(x.tokens)):
@@ -201,7 +183,7 @@ def _fit(found: Sequence[Document], length: int) -> Iterator[Row]:
 
 
 def batches(found: Sequence[Row], size: int, seed: int) -> Iterator[Row]:
-    """Without end: rows in another order each time, `size` a batch, stacked."""
+    """Yields `size` stacked rows, without end, in another order each time."""
     draw, waiting = np.random.default_rng(seed), list[Row]()
     while True:
         while len(waiting) < size:
@@ -211,5 +193,4 @@ def batches(found: Sequence[Row], size: int, seed: int) -> Iterator[Row]:
 
 
 def stacked(found: Sequence[Row]) -> Row:
-    """Rows along a leading axis."""
     return {name: np.stack([row[name] for row in found]) for name in found[0]}

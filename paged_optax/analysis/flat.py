@@ -225,7 +225,7 @@ class Flat:
     def aval(self, value: Operand) -> tuple[tuple[int, ...], str]:
         """Returns the shape and dtype of an operand."""
         if isinstance(value, Constant):
-            return self.shape(value), value.dtype
+            return self.shape(value), str(value.key[2])
         return self.shape(value), str(self.avals[value].dtype)
 
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:

@@ -87,7 +87,9 @@ class _Followed:
         return followed
 
     def _follow(self, eqn: Equation, name: Callable[[int], str]) -> None:
-        param_indices = {self.param_index[x] for x in eqn.numbers} - {None}
+        param_indices = {
+            o for x in eqn.numbers if (o := self.param_index[x]) is not None
+        }
         primitive = eqn.primitive.name
         if _JOINED in param_indices:
             unmixed = param_indices == {_JOINED} and (

@@ -42,11 +42,6 @@ class Constant:
         key = (array.tobytes(), array.shape, str(aval.dtype), aval.weak_type)
         return cls(key, literal.val)
 
-    @property
-    def dtype(self) -> str:
-        """The dtype's name."""
-        return str(self.key[2])
-
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
@@ -231,7 +226,8 @@ class Analysis:
             known = first.setdefault(how, eqn.outputs[0])
             meaning.update((x, (known, k)) for k, x in enumerate(eqn.outputs))
         seen: dict[Hashable, int] = {}
-        pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
+        outputs = used_values(self.shared.outputs)
+        pairs = zip(outputs, self.shared.program.outputs, strict=True)
         return {index: seen.setdefault(named(x), index) for index, x in pairs}
 
     def reached_from(self, numbers: Iterable[int]) -> set[int]:
@@ -241,7 +237,8 @@ class Analysis:
         for eqn in self.shared.program.eqns:
             if inner.intersection(eqn.numbers):
                 inner.update(eqn.outputs)
-        pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
+        outputs = used_values(self.shared.outputs)
+        pairs = zip(outputs, self.shared.program.outputs, strict=True)
         return reached | {index for index, x in pairs if x in inner}
 
 
@@ -290,7 +287,7 @@ class Evaluation:
         each parameter.
         """
         analysis, values = self.analysis, dict(self.values)
-        results: dict[int, PyTree] = {}
+        results: dict[Operand, PyTree] = {}
         of_counts = analysis.reached_from(self.counts) if self.counts else ()
         for index, x in analysis.direct:
             if isinstance(x, Constant):

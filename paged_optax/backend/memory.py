@@ -29,7 +29,7 @@ from jaxlib.mlir.dialects import func
 from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.types import ArrayOrShape, Device, is_traced
+from paged_optax.backend.types import ArrayOrShape, is_traced
 
 Tree = TypeVar("Tree")
 
@@ -64,10 +64,9 @@ def typed_by_memory(sharding: Sharding) -> Sharding:
     """Returns an equal sharding whose arrays have the type of their memory."""
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding
-    # Arrays with a `SingleDeviceSharding` have the type of device memory, whatever
-    # their memory kind (jax 0.10.2 to 0.12.0.1), and would not be paged. A mesh without
-    # axes keeps the rest of the type equal to that of a step's results, so that
-    # `jax.jit` does not compile twice.
+    # Otherwise they would not be paged: see `is_mistyped`. A mesh without axes keeps
+    # the rest of the type equal to that of a step's results, so that `jax.jit` does not
+    # compile twice.
     (device,) = sharding.device_set
     mesh = Mesh(np.array(device), ())
     return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
@@ -121,9 +120,9 @@ def bytes_per_device(tree: PyTree) -> int:
 
 
 @functools.cache
-def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
-    """Returns the memory kinds of a device, or of the backend, the default first."""
-    device = jax.local_devices()[0] if device is None else device
+def memory_kinds() -> tuple[str, ...]:
+    """Returns the memory kinds of the default backend, the default first."""
+    device = jax.local_devices()[0]
     default = device.default_memory().kind
     remaining = (memory.kind for memory in device.addressable_memories())
     return (default, *(kind for kind in remaining if kind != default))

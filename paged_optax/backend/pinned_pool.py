@@ -28,14 +28,10 @@ def pool_limit() -> int:
 
 
 def pinned_bytes(arrays: Sequence[int], limit: int | None = None) -> int | None:
-    """Simulates the pool by the rules of XLA's `tsl/framework/bfc_allocator.cc`.
+    """Returns the bytes of the pool, or None if the arrays do not fit the limit.
 
-    Args:
-      arrays: Bytes of each array in host memory, in the order of their allocation.
-      limit: The pool's limit in bytes; None: `pool_limit()`.
-
-    Returns:
-      The bytes of the pool; None if the arrays do not fit the limit.
+    `arrays` has the bytes of each array, in the order of allocation. The rules are
+    those of XLA's `tsl/framework/bfc_allocator.cc`.
     """
     limit = pool_limit() if limit is None else limit
     free: list[int] = []

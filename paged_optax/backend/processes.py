@@ -11,7 +11,7 @@ import json
 import time
 import zlib
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jax import Array
@@ -31,20 +31,8 @@ _numbers = itertools.count()
 _agreed: set[bytes] = set()
 
 
-@runtime_checkable
-class Store(Protocol):
-    """The coordinator's key-value store."""
-
-    def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        """Writes a value."""
-
-    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """Waits for a value."""
-        ...
-
-
-def store_of_processes() -> Store | None:
-    """Returns the coordinator's store, a private name of JAX; None without one."""
+def store_of_processes() -> Any:
+    """Returns the coordinator's key-value store, private in JAX; None without one."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -65,13 +53,8 @@ def _spans(x: object) -> bool:
 def compare(call: str, values: Values, once: bool = True) -> None:
     """Raises in every process unless all call this with equal values.
 
-    Args:
-      call: The function that the processes call, for messages.
-      values: The values that determine its program.
-      once: If True, values that were compared before are skipped.
-
-    Raises:
-      ValueError: If values differ, with their names, or if a process is missing.
+    The error names the `call`, and what differs or who is missing. With `once` values
+    that were compared before are skipped.
     """
     flat = {name + path: x for name, xs in values.items() for path, x in xs.items()}
     local = zlib.compress(json.dumps({"the call": call, **flat}).encode())
@@ -83,7 +66,7 @@ def compare(call: str, values: Values, once: bool = True) -> None:
     _agreed.add(local)
 
 
-def _error(store: Store, key: str, local: bytes) -> str:
+def _error(store: Any, key: str, local: bytes) -> str:
     """Process 0 publishes its values, collects differences, and publishes the first."""
     write = lambda name, value: store.key_value_set_bytes(f"{key}/{name}", b"=" + value)
     deadline, process = time.monotonic() + PATIENCE, jax.process_index()
@@ -106,7 +89,7 @@ def _error(store: Store, key: str, local: bytes) -> str:
     return _missing(0) if error is None else error.decode()
 
 
-def _read(store: Store, key: str, deadline: float) -> bytes | None:
+def _read(store: Any, key: str, deadline: float) -> bytes | None:
     while (left := deadline - time.monotonic()) > 0:
         try:
             # Python handles interrupts between short waits.

@@ -59,14 +59,7 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
 def parse_bytes(name: str, size: object, minimum: int = 0, others: str = "") -> int:
     """Returns a number of bytes from an int or a string such as `"16MiB"`.
 
-    Args:
-      name: The argument, for messages.
-      size: Its value.
-      minimum: The smallest size.
-      others: Other values of the argument, for messages.
-
-    Raises:
-      ValueError: If it is no size, less than `minimum`, or 2^63 bytes or more.
+    `others` has other values of the argument, for messages.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)

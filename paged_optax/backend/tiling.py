@@ -30,10 +30,8 @@ def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]
     Among layouts of equal size, the one nearest to row-major is returned.
 
     Example:
-      >>> minor_to_major((768, 50257)), minor_to_major((50257, 768))
-      ((0, 1), (1, 0))
-      >>> minor_to_major((2048, 32, 64))
-      (0, 2, 1)
+      >>> minor_to_major((768, 50257)), minor_to_major((2048, 32, 64))
+      ((0, 1), (0, 2, 1))
     """
     axes = range(len(shape) - 1, -1, -1)
     if len(shape) < 2:
@@ -74,10 +72,8 @@ def view_layout(
     rows end within a tile.
 
     Example:
-      >>> view_layout((3, 1280, 640), 2)
-      (1, 0)
-      >>> view_layout((3, 1284, 640), 2), view_layout((3, 768, 50257), 2)
-      (None, None)
+      >>> view_layout((3, 1280, 640), 2), view_layout((3, 1284, 640), 2)
+      ((1, 0), None)
     """
     order, merged = minor_to_major(shape, itemsize), len(shape) - axes
     if merged <= 0:
@@ -107,13 +103,6 @@ def can_slice(
     of 8 rows; the last is written in pieces (`sublane_sizes`), which are no single rows
     of 16-bit values. Arrays of bytes are copied whole for every slice. Slices along two
     axes abort ("Check failed: update_detail.higher_dimensions_multiplied").
-
-    Args:
-      view: The shape that is sliced.
-      order: Its layout, from minor to major.
-      axis: The sliced axis.
-      size: Entries of a slice.
-      itemsize: Bytes of a value.
     """
     axis_size = view[axis]
     if itemsize < 2:

@@ -152,11 +152,8 @@ def with_automatic_axes(
 ) -> PyTree:
     """Calls a function with explicit mesh axes treated as automatic.
 
-    Args:
-      function: The function.
-      args: Its arguments.
-      results: A tree like its results, of arrays or types with their shardings; None
-        for a replicated result.
+    `results` is a tree like its results, of arrays or types with their shardings; None
+    for a replicated result.
     """
     if (mesh := explicit_mesh(args)) is None:
         return function(*args)
@@ -210,9 +207,7 @@ def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:
     if not hasattr(x, "dtype"):
         return None
     sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or not is_explicit(sharding):
-        return None
-    return sharding.mesh
+    return getattr(sharding, "mesh", None) if is_explicit(sharding) else None
 
 
 def is_explicit(sharding: Sharding | None) -> bool:

@@ -59,14 +59,7 @@ def check_rate(name: str, value: object) -> None:
 def check_arrays(
     name: str, tree: PyTree, *, shapes: bool = True, numbers: bool = False
 ) -> None:
-    """Raises unless all leaves of a tree are arrays.
-
-    Args:
-      name: The argument, for messages.
-      tree: The tree.
-      shapes: If True, `ShapeDtypeStruct`s are accepted.
-      numbers: If True, Python numbers are accepted.
-    """
+    """Raises unless all leaves are arrays, or `ShapeDtypeStruct`s, or numbers."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != object
         if isinstance(x, jax.ShapeDtypeStruct):

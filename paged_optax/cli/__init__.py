@@ -31,8 +31,9 @@ def main(args: Sequence[str] | None = None) -> int:
     for command in (plan, doctor):
         name, summary = command.__name__.rpartition(".")[2], command.__doc__
         subparser = choices.add_parser(name, help=summary, description=summary)
-        command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
+        if command is plan:
+            plan.add_arguments(subparser)
     options = parser.parse_args(args)
     try:
         status = options.run(options)

@@ -21,11 +21,6 @@ from paged_optax.planning.cards import local_card
 _TOLERANCE = 1e-5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares no arguments."""
-    del parser
-
-
 def run(options: argparse.Namespace) -> int:
     """Prints the machine, the link's rates, and a verdict."""
     del options

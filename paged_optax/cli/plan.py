@@ -12,12 +12,14 @@ from jaxtyping import PyTree
 import paged_optax
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import readable_bytes
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import floating_dtype
 from paged_optax.planning.cards import CARDS
 from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.hugging_face import config_heads
 from paged_optax.planning.models import (
     DECODERS,
+    TEXT_ONLY,
     find_decoder,
     model_shapes,
     module_shapes,
@@ -161,6 +163,9 @@ def _heads(options: argparse.Namespace) -> int | None:
 def _shapes(options: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:
     dtype = options.dtype and floating_dtype("--dtype", options.dtype)
     if options.params is not None:
+        beside_vision = [x for name, x in DECODERS.items() if name.endswith("text")]
+        if find_decoder(options.params) in beside_vision:
+            warn_user(f"{options.params}: {TEXT_ONLY}")
         return model_shapes(options.params, dtype or "bfloat16")
     if options.module is not None:
         shapes = module_shapes(options.module)

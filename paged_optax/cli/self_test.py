@@ -84,9 +84,7 @@ def compare_with_optax(
 
 
 def _train(
-    tx: Transformation,
-    start: PyTree[ArrayLike],
-    gradients: list[PyTree[ArrayLike]],
+    tx: Transformation, start: PyTree[ArrayLike], gradients: list[PyTree[ArrayLike]]
 ) -> tuple[PyTree[np.ndarray], PyTree[np.ndarray]]:
     params = jax.tree.map(jnp.array, start)
     state = tx.init(params)

@@ -131,12 +131,6 @@ def get_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draw(key: Array, step: ArrayLike, start: ArrayLike = 0) -> Noise:
-    """Returns the noise of one page.
-
-    Args:
-      key: The moment's key.
-      step: The step, which has its own words.
-      start: The offset of the page's first value in the flattened moment.
-    """
+    """Returns the noise of a page, by its moment's key, at one step."""
     words = jax.random.bits(jax.random.fold_in(key, step), (2,), "uint32")
     return Noise(words, jnp.asarray(start, jnp.uint32))

@@ -28,12 +28,9 @@ from paged_optax.codecs.layout import axis_of_blocks, get_codes, values_per_entr
 def codes_field(
     codec: Codec, shape: tuple[int, ...], divisions: tuple[int, ...] = ()
 ) -> str:
-    """Returns the name of the field of a moment's codes.
+    """Returns the name of the field of codes, of a moment or of a device's shard.
 
-    Args:
-      codec: The codec, as arranged for the moment.
-      shape: The shape of the moment, or of a device's shard.
-      divisions: The number of shards along each axis; empty for one.
+    `divisions` has the number of shards along each axis, and is empty for one.
     """
     inner = getattr(codec, "codec", codec)  # of an `Arranged`
     parts = ["codes", getattr(inner, "name", type(inner).__name__)]

@@ -167,13 +167,9 @@ def arranged(
 ) -> Codec:
     """Returns the codec as it stores a moment, or a shard, of this shape.
 
-    Vectors are sliced into pages at any value, and have one byte a code.
-
-    Args:
-      codec: The codec.
-      shape: The shape of the moment, or of a shard.
-      whole: The shape of the whole moment. A shard is arranged as the whole is where
-        possible, so that the state does not depend on the sharding. None: `shape`.
+    Vectors are sliced into pages at any value, and have one byte a code. A shard is
+    arranged as the `whole` moment is where possible, so that the state does not depend
+    on the sharding.
 
     Example:
       >>> from paged_optax.codecs import named

@@ -73,12 +73,10 @@ class MapFormula(NamedTuple):
 
 
 def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFormula:
-    """Returns the formula of a map.
+    """Returns the formula of a map, from its numbers in increasing order.
 
-    Args:
-      numbers: The numbers of the map, in increasing order.
-      rounded_up_from: For each decade the part of the distance to the next number from
-        which a value is rounded up; 0.5 except for second moments.
+    `rounded_up_from` has for each decade the part of the distance to the next number
+    from which a value is rounded up; 0.5 except for second moments.
     """
     signed = bool(numbers[0] < 0)
     numbers, zero = numbers[127 if signed else 0 :], 0 if signed else 1

@@ -87,16 +87,16 @@ def chunked_leaves(
         [True] * partition.in_layers.count(True),
         partition.others(used(run, partition.rest, batch)),
     )
-    numbers: list[int] = []
-    for n, x in enumerate(layered.params):
-        moments = [
-            y
-            for y, param_index in zip(layered.state, layered.param_indices, strict=True)
-            if param_index == n and jax.tree.leaves(y)[0].ndim
-        ]
-        if not used_first[n] and _divides(x, moments, layered.length):
-            numbers.append(n)
-    return numbers
+    moments = lambda n: [
+        x
+        for k, x in enumerate(layered.state)
+        if layered.param_indices[k] == n and k not in layered.shared
+    ]
+    return [
+        n
+        for n, x in enumerate(layered.params)
+        if not used_first[n] and _divides(x, moments(n), layered.length)
+    ]
 
 
 def _divides(x: Array, moments: list[Stored], chunks: int) -> bool:

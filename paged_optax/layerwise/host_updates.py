@@ -117,7 +117,7 @@ def update_after_norm(
     )
     optimizer = step.optimizer.only_if(step.guard.passes(measure))
     gradients = HostGradients(host, gradient_dtypes(workspace), clipping, norm)
-    small = optimizer.layered.small_gradients(workspace.gradients)
+    small = optimizer.layered.small_gradients()
     updated = _update_layers(optimizer, weights, gradients, small)
     limit = norm if clipping.clip == "global" else rest_measure.norm
     by_rest = clipping.clipped(by_rest, limit)
@@ -370,7 +370,7 @@ def _update_rest(
 def _update_pending(
     step: TracedStep, weights: Weights, workspace: GradientWorkspace
 ) -> _UpdateCarry:
-    small = step.optimizer.layered.small_gradients(workspace.gradients)
+    small = step.optimizer.layered.small_gradients()
     gradients = _host_gradients(step, workspace)
     return _update_layers(step.optimizer, weights, gradients, small)
 

@@ -177,14 +177,11 @@ class LayeredState:
         inner = self.partition.in_layers
         return [x for x, flag in zip(values, inner, strict=True) if flag]
 
-    def small_gradients(self, gradients: PyTree[Array]) -> list[Array | None]:
+    def small_gradients(self) -> list[Array | None]:
         """Zeros for the gradients of all layers' small leaves, such as norms."""
-        return [
-            None if sliced else jnp.zeros((self.length, *g.shape), g.dtype)
-            for g, sliced in zip(
-                jax.tree.leaves(gradients), self.of_layers(self.sliced), strict=True
-            )
-        ]
+        pairs = zip(self.gradients, self.sliced, strict=True)
+        zeros = [None if flag else jnp.zeros(x.shape, x.dtype) for x, flag in pairs]
+        return self.of_layers(zeros)
 
     def others_with(
         self, params: Sequence[Array], chunked: Sequence[Array]
@@ -257,7 +254,7 @@ def _check_same_stack(path: KeyPath, x: Stored, param: Array) -> None:
     if fits:
         return
     hint = "use moments of the parameters' own shape; with a codec, layers of whole"
-    hint += " blocks."
+    hint += " blocks, or the codec 'float32' for this parameter."
     if isinstance(x, Quantized) and x.scales.ndim == 2:
         # Scales have two axes only if parts are no ranges of whole blocks.
         hint = (

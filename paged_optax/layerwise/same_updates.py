@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.per_leaf import CrossLeafError, analyse
-from paged_optax.analysis.program import FILLS, Analysis, Constant
+from paged_optax.analysis.program import FILLS, Analysis, Constant, Operand
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, tree_leaves
@@ -147,7 +147,7 @@ def _signatures(
     results = [*roles.of_parameters("update"), *roles.of_state]
     _check_same_layers(analysis, results, [x.shape for x in closed.out_avals])
     args = enumerate([*results, *roles.of_parameters("parameter")])
-    known: dict[int, object] = {n: role for n, (role, _) in args}
+    known: dict[Operand, object] = {n: role for n, (role, _) in args}
     for index, x in constants.items():
         value = np.asarray(x) if not is_traced(x) else None
         known[index] = id(x) if value is None else (value.shape, value.tobytes())
@@ -163,7 +163,8 @@ def _signatures(
         for k, n in enumerate(leaf.outputs):
             key = tuple(eqns), program.outputs
             computed[n] = _Computation(program.elementwise, key, inputs, k)
-    computed |= dict.fromkeys(analysis.tail.outputs, "cut from concatenated leaves")
+    cut = [n for n in analysis.tail.outputs if isinstance(n, int)]
+    computed |= dict.fromkeys(cut, "cut from concatenated leaves")
     signatures: Signatures = {x: {} for x in (None, *range(tree.length))}
     for n, x in computed.items():
         name, layer = results[n]
@@ -172,7 +173,7 @@ def _signatures(
 
 
 def _add_shared(
-    known: dict[int, object], analysis: Analysis, numbers: dict[Hashable, int]
+    known: dict[Operand, object], analysis: Analysis, numbers: dict[Hashable, int]
 ) -> None:
     """Describes the shared values by the numbers of their computations."""
     shared = analysis.shared.program

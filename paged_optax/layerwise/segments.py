@@ -153,7 +153,7 @@ class GroupTransfers:
         function: Callable[..., Values],
         args: Sequence[PyTree[ArrayLike]],
         state: InFlight,
-        update: UpdateGroup,
+        update: UpdateGroup[PyTree],
         coming: Sequence[int],
     ) -> tuple[InFlight, Values]:
         """Calls a function in segments, and updates a group before each.
@@ -173,7 +173,7 @@ class GroupTransfers:
         results = in_segments(function, args, ends, between)
         return self.wait(-1, state, results)
 
-    def update_all(self, state: InFlight, update: UpdateGroup) -> InFlight:
+    def update_all(self, state: InFlight, update: UpdateGroup[PyTree]) -> InFlight:
         """Updates all groups while nothing else is computed."""
         for k in range(len(self.optimizer.groups)):
             state, _ = update(k, state, ())
@@ -310,7 +310,7 @@ def _results(flat: Flat) -> set[int]:
 def _operations(eqn: core.JaxprEqn) -> float:
     """Counts the operations of an equation."""
     shape = lambda x: getattr(x.aval, "shape", ())
-    operands = list(map(shape, eqn.invars))
+    operands: list[tuple[int, ...]] = list(map(shape, eqn.invars))
     entries = sum(math.prod(shape(x)) for x in eqn.outvars)
     match eqn.primitive.name, eqn.params.get("dimension_numbers"):
         case "dot_general", (((*summed,), _), _):

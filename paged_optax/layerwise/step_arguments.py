@@ -223,23 +223,25 @@ def check_same_state(
         fresh = tree.stack(fresh, stacked_shape)
     # Encoded moments have other shapes if they are divided on explicit axes.
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
-    typed = tree is not None and tree.length and not divided
+    typed = tree is not None and tree.length > 0 and not divided
 
-    def leaves_by_name(state: PyTree) -> dict[tuple[str, ...], tuple[KeyPath, object]]:
+    def described(state: PyTree) -> dict[tuple[str, ...], tuple[str, object]]:
         flat, _ = jax.tree_util.tree_flatten_with_path(
             as_pure(state), is_leaf=is_stored
         )
         types = lambda x: typed and list(map(dtype_and_shape, jax.tree.leaves(x)))
-        return {key_names(path): (path, types(x)) for path, x in flat}
+        return {key_names(path): (keystr(path), types(x)) for path, x in flat}
 
-    expected, leaves = leaves_by_name(fresh), leaves_by_name(state)
-    type_of = lambda leaves, name: leaves.get(name, (None, None))[1]
-    every = leaves | expected
-    odd = [x for x in every if type_of(leaves, x) != type_of(expected, x)]
+    expected, leaves = described(fresh), described(state)
+    odd = [
+        text
+        for name, (text, _) in (leaves | expected).items()
+        if leaves.get(name, ("", None))[1] != expected.get(name, ("", None))[1]
+    ]
     if odd:
-        names = ", state".join(keystr(every[x][0]) for x in odd[:3])
+        names = ", state".join(odd[:3])
         init = "tx.init made for these parameters"
-        if tree is not None and leaves.keys() == leaves_by_name(unstacked).keys():
+        if tree is not None and leaves.keys() == described(unstacked).keys():
             raise ValueError(
                 "state is the state of an ordinary step, and params are stacked: pass"
                 " model.stack_state(state), or model.init(tx, params)."
@@ -282,11 +284,14 @@ def check_inexact(params: PyTree) -> None:
 def check_same_counts(batch: PyTree) -> None:
     """Raises if a batch does not stack the same number of micro-batches."""
     flat = jax.tree_util.tree_flatten_with_path(batch)[0]
-    counts = {jnp.shape(x)[:1] for _, x in flat}
-    if len(counts) != 1 or counts & {(), (0,)}:
-        shapes = [f"batch{keystr(path)} of shape {jnp.shape(x)}" for path, x in flat]
+    leaves = dict[tuple[int, ...], str]()  # one of each number of micro-batches
+    for path, x in flat:
+        text = f"batch{keystr(path)} of shape {jnp.shape(x)}"
+        leaves.setdefault(jnp.shape(x)[:1], text)
+    if len(leaves) != 1 or leaves.keys() & {(), (0,)}:
+        shapes = ", ".join([*leaves.values()][:3])
         raise ValueError(
-            f"accumulate=True with {', '.join(shapes) or 'no arrays in the batch'}:"
+            f"accumulate=True with {shapes or 'no arrays in the batch'}:"
             " stack each leaf of the micro-batches on a leading axis, of one length for"
-            " all; repeat what they share, as in jnp.full(count, value)."
+            " all; repeat what they share, as in jnp.stack([state] * count)."
         )

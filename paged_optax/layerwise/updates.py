@@ -121,7 +121,8 @@ class TracedStep:
         both = self.partition.layers, frozen.layers if frozen else None
         shards = layered.of_layers(layered.shards)
         shards += known_shards((), both[1], moments=False)
-        return Weights(*jax.tree.map(place, both), shards)
+        layers, fixed = jax.tree.map(place, both)
+        return Weights(layers, fixed, shards)
 
     def params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, in the memory that they came from."""
@@ -171,7 +172,7 @@ def update_at_once(
     leaves = partition.combine(weights.stacks, partition.others(by_rest))
     chunked = [leaves[n] for n in layered.chunked]
     sink = WorkspaceSink(clipping, norm, chunked, weights.length)
-    small = layered.small_gradients(workspace.gradients)
+    small = layered.small_gradients()
     start = WorkspaceCarry(clipping.zero, layered.slots, workspace, small)
     if step.overlaps:
         carry, stacks, back = BackwardOverlap(optimizer, layers, sink).run(start)

@@ -145,9 +145,6 @@ class GradientWorkspace:
             )
         if dtype is not None:
             dtype = parameter_dtype("dtype", dtype)
-        if host_dtype is not None:
-            name = "device_dtype" if on_device else "host_dtype"
-            host_dtype = parameter_dtype(name, host_dtype)
         flat, structure = tree_flatten_with_path(layers)
         names = [path_name(path) for path, _ in flat]
         stacks = [x for _, x in flat]
@@ -156,13 +153,12 @@ class GradientWorkspace:
         accumulated = set[str]().union(*(matching_names(p, names) for p in patterns))
         host = None
         if host_dtype is not None:
-            host = jax.tree.unflatten(
-                structure,
-                [
-                    zeros(x, x.shape, host_dtype, host=is_sliced(x) and not on_device)
-                    for x in stacks
-                ],
+            name = "device_dtype" if on_device else "host_dtype"
+            host_dtype = parameter_dtype(name, host_dtype)
+            stored = lambda x: zeros(
+                x, x.shape, host_dtype, host=is_sliced(x) and not on_device
             )
+            host = jax.tree.map(stored, layers)
         gradients = [
             zeros(x, x.shape[1:], jax.typeof(x).dtype if dtype is None else dtype)
             for x in stacks

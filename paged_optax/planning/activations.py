@@ -1,4 +1,4 @@
-r"""A model's layers by the shapes of its parameters, and the activations of a batch.
+"""A model's layers by the shapes of its parameters, and the activations of a batch.
 
 Layers are stacked, or numbered by name. The constants count buffers that XLA:GPU holds
 at the same time, read off its buffer assignment for an H200 of decoders whose layers
@@ -142,16 +142,9 @@ class Sizes:
     itemsize: int  # bytes of a value in the products' dtype
 
     def operations(self, parameters: int, workload: Workload) -> int:
-        r"""Operations of a step's products.
-
-        .. math::
-            8 P n + 16 L n t q
-
-        with :math:`P` parameters, :math:`n` tokens, :math:`L` layers, :math:`q` values
-        of a query and :math:`t` tokens of a sequence. Each layer's forward pass runs
-        twice: eight operations a parameter and token, and four times four operations a
-        pair of tokens and value of a query.
-        """
+        """Operations of a step's products."""
+        # Each layer's forward pass runs twice: eight operations a parameter and token,
+        # and four times four a pair of tokens and value of a query.
         attention = 16 * self.layers * workload.length * self.query
         return workload.tokens * (8 * parameters + attention)
 
@@ -209,24 +202,7 @@ class ActivationBytes:
 
     @staticmethod
     def of(sizes: Sizes, workload: Workload) -> "ActivationBytes":
-        r"""The sums, for :math:`n` tokens of :math:`d` values of :math:`b` bytes.
-
-        .. math::
-            \begin{aligned}
-            \text{saved} &= L n d b \\
-            \text{layer} &= n b \Bigl(\sum_i m_i + \max_i m_i + 8 d\Bigr), \qquad
-            \text{forward} = n b \sum_i m_i \\
-            \text{scores} &= B h t^2 (4 + 3 b) / k \\
-            \text{head} &= n V (4 + b) + 4 n d b \\
-            \text{waiting} &= d V b, \text{ or } n V b \text{ if tied}
-            \end{aligned}
-
-        with :math:`L` layers, :math:`m_i` values of a token on the other side of a
-        layer's i-th matrix, :math:`B` sequences of :math:`t` tokens, :math:`h` heads,
-        :math:`k` blocks of queries and :math:`V` entries of the vocabulary. With a
-        fused head, "head" has one chunk of :math:`V` and :math:`4 n d` more, and
-        "waiting" does not depend on tied embeddings.
-        """
+        """The sums of a workload."""
         n, b, width = workload.tokens, sizes.itemsize, sizes.width
         # Inputs and outputs of all products, for the gradients of weights; the gradient
         # of the widest; and eight arrays of the stream's width: the input, two norms,

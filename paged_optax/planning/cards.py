@@ -142,12 +142,9 @@ def find_card(name: str) -> Card:
 
 
 def free_from(parameters: int, seconds: float, teraflops: float) -> int:
-    r"""The tokens a step from which products hide seconds of transfers.
+    """The tokens a step from which products hide seconds of transfers.
 
-    .. math::
-        n = \left\lceil \frac{t F}{6 P} \right\rceil
-
-    where :math:`P` parameters take six operations a token at :math:`F` a second in a
-    backward pass with rematerialization, as in `layerwise_step`.
+    A parameter takes six operations a token in a backward pass with rematerialization,
+    as in `layerwise_step`.
     """
     return math.ceil(seconds * teraflops * 1e12 / (6.0 * parameters))

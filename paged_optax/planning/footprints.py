@@ -26,7 +26,6 @@ class Footprint:
       gradients: Gradients that are live at the same time, on the device.
       moments: Largest part of the moments on the device.
       scratch: Pages in flight, or the moments and updates of one layer.
-      host: Moments in host memory.
       link_seconds: Seconds of transfers a step.
       moved: Bytes over the link a step, both ways.
       activations: Increase of the peak by activations, scores and logits; 0 without a
@@ -40,12 +39,16 @@ class Footprint:
     gradients: int
     moments: int
     scratch: int
-    host: int
     link_seconds: float
     moved: int = 0
     activations: int = 0
     seconds: tuple[float, float] | None = None
     arrays: tuple[int, ...] = ()
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory."""
+        return sum(self.arrays)
 
     @property
     def device(self) -> int:
@@ -194,14 +197,22 @@ class Footprints:
         if self.workload is None:
             return ""
         best = self.choice
+        if best is None and self.fitting:
+            ways = "; ".join(row.way for row in self.fitting)
+            text = f"No way that trains all parameters fits. Adapters do: {ways}."
+            return wrap_text(text)
         if best is None:
             lowest = max(self.rows, key=self.left)
-            missing = readable_bytes(max(0, -self.left(lowest)))
-            fitting = [f" {row.way} fits." for row in self.fitting[:1]]
+            host = math.inf if self.host_memory is None else self.host_memory
+            over = {"device": -self.left(lowest), "host": lowest.host - host}
+            size = readable_bytes
+            missing = [
+                f"{size(x)} too much of the {n}" for n, x in over.items() if x > 0
+            ]
             return wrap_text(
                 f"Nothing fits: {lowest.way} takes the least of the device, and"
-                f" {missing} too much. Fewer or shorter sequences take less, as"
-                f" micro-batches too.{_savings(self.workload)}{''.join(fitting)}"
+                f" {' and '.join(missing)}. Fewer or shorter sequences take less, as"
+                f" micro-batches too.{_savings(self.workload)}"
             )
         size, maximum = readable_bytes(best.device), readable_bytes(self.available)
         text = f"Choose {best.way}: the fastest that fits, {size} of {maximum}"
@@ -215,8 +226,8 @@ class Footprints:
     def _pool_notes(self) -> Iterator[str]:
         row = self.choice
         if row is None or not row.host:
-            row = max(self.rows, key=lambda row: row.host)
-        if not row.host:
+            row = max(self.fitting, key=lambda row: row.host, default=None)
+        if row is None or not row.host:
             return
         arrays, takes = row.arrays, "does not hand out so much"
         if (taken := pinned_pool.pinned_bytes(arrays)) is not None:

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.user_warnings import warn_user
-from paged_optax.planning.models import Decoder
+from paged_optax.planning.models import TEXT_ONLY, Decoder
 
 # Largest JSON text: the metadata of 10,000 arrays has about as much. Python allocates
 # up to 72 bytes for each entry, list and object.
@@ -22,14 +22,12 @@ _MOST_BYTES, _MOST_ITEMS = 4 << 20, 1 << 19
 class Fields:
     """A JSON object in a file. Errors name the file and the field.
 
-    Args:
-      path: A regular file; a pipe or a device may never end.
-      header: True for a safetensors file, which begins with the length of the text.
+    With `header` it is a safetensors file, which begins with the length of the text.
     """
 
     def __init__(self, path: pathlib.Path, header: bool = False) -> None:
         self.path = path
-        if not path.is_file():
+        if not path.is_file():  # a pipe or a device may never end
             raise ValueError(f"{str(path)!r} cannot be read: it is no file.")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little") if header else 1 << 64
@@ -129,6 +127,8 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     """
     fields = _decoder_fields(path)
     entries, kind = fields.entries, fields.entries.get("model_type")
+    if "vision_config" in entries:
+        warn_user(f"{str(path)!r}: {TEXT_ONLY}")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         hint = "other models: --module, or their weights"
         raise fields.wrong("model_type", f"one of {', '.join(_DEFAULTS)}; {hint}")

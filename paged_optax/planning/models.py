@@ -69,6 +69,7 @@ class Decoder:
 # Gemma 2 and 3 have norms before and after attention and feed-forward layers.
 _FOUR = functools.partial(Decoder, norms=4, head=256)
 
+TEXT_ONLY = "weights that see pictures are left out; the decoder's are counted."
 #: From the published configurations, without the norms of queries and keys of Qwen3 and
 #: Gemma 3, and the biases of Qwen2.5. "text" marks decoders beside a vision tower.
 DECODERS = {

@@ -197,19 +197,16 @@ class PagePlan:
             groups.setdefault(key, []).append(x)
         rows = []
         for group in sorted(groups.values(), key=lambda g: -sum(x.bytes for x in g)):
-            first = group[0]
-            rows.append(
-                (
-                    first.path + (f" +{len(group) - 1}" if len(group) > 1 else ""),
-                    "x".join(map(str, first.shape)) or "scalar",
-                    first.dtype.partition("(")[0],  # the codec's name
-                    "host" if first.on_host else "device",
-                    f"{first.pages} x {readable_bytes(first.page_bytes)}"
-                    if first.on_host
-                    else first.stays,
-                    readable_bytes(sum(x.bytes for x in group)),
-                )
-            )
+            first, *others = group
+            path = f"{first.path} +{len(others)}" if others else first.path
+            shape = "x".join(map(str, first.shape)) or "scalar"
+            where, pages = "device", first.stays
+            if first.on_host:
+                where = "host"
+                pages = f"{first.pages} x {readable_bytes(first.page_bytes)}"
+            codec = first.dtype.partition("(")[0]  # its name
+            size = readable_bytes(sum(x.bytes for x in group))
+            rows.append((path, shape, codec, where, pages, size))
         rate = self.link_gigabytes_per_second
         totals = [
             ("moments on the device", readable_bytes(self.device_bytes)),
@@ -230,13 +227,9 @@ class PagePlan:
         totals.append(("host memory at a save", readable_bytes(self.save_bytes)))
         labels = ("moments", "shape", "dtype", "where", "pages", "bytes")
         texts = table(labels, rows), table((title, ""), totals)
-        notes = [
-            f"{x.path} cannot be paged here: {x.refused}."
-            for x in self.moments
-            if x.refused
-        ]
-        if self.unified_memory:
-            notes.append(UNIFIED_MEMORY)
+        refused = [x for x in self.moments if x.refused]
+        notes = [f"{x.path} cannot be paged here: {x.refused}." for x in refused]
+        notes += [UNIFIED_MEMORY] * self.unified_memory
         return "\n\n".join((*texts, *notes, *filter(None, [self.uncoded])))
 
     @property
@@ -331,8 +324,8 @@ def plan(
     devices = max((x.mesh.size for x in shards), default=1)
     moments: list[Moment] = []
     for state in recorded(tx, params):
-        # Leaves are numbered through all that `tx` pages.
-        described, before = planned_moments(state, extra_args or {}), len(moments)
+        described = planned_moments(state, dict(extra_args or {}))
+        before = len(moments)  # leaves are numbered through all that `tx` pages
         moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
     result = PagePlan(
         tuple(moments),

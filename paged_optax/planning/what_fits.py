@@ -52,8 +52,8 @@ def what_fits(
     master_dtype: DTypeLike | None = None,
     master_remainders: bool | str = False,
     page_size: int | str = DEFAULT_PAGE_SIZE,
-    link_gigabytes_per_second: float | None = None,
-    teraflops: float | None = None,
+    link_gigabytes_per_second: int | float | None = None,
+    teraflops: int | float | None = None,
     layers: str = "layers",
     heads: int | None = None,
     score_blocks: int = 1,
@@ -142,17 +142,17 @@ def what_fits(
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
     advice = machine.advice if dtype == jnp.bfloat16 else ""
     share = device_share() if machine.gpu or card is None else 1.0
-    state = lambda **fields: dataclasses.replace(machine, **fields)
+    stated = lambda **fields: dataclasses.replace(machine, **fields)
     if device_memory is not None:
-        machine = state(memory=parse_bytes("device_memory", device_memory))
+        machine = stated(memory=parse_bytes("device_memory", device_memory))
     if link_gigabytes_per_second is not None:
         link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
-        machine = state(link=link, bidirectional=2 * link)
+        machine = stated(link=link, bidirectional=2 * link)
     if teraflops is not None:
         rate = machine_rate("teraflops", teraflops)
-        machine = state(teraflops=rate, bfloat16=None, efficiency=(1.0, 1.0))
+        machine = stated(teraflops=rate, bfloat16=None, efficiency=(1.0, 1.0))
     if unified_memory is not None:
-        machine = state(unified_memory=unified_memory)
+        machine = stated(unified_memory=unified_memory)
     check_count("devices", devices, 1)
     workload = _workload(batch, length, devices, heads, score_blocks, fused_head)
     transformation = optax.adamw(float(RATE)) if inner is None else inner

@@ -152,7 +152,7 @@ class _Group:
         )
 
 
-class _Assembly:
+class Assembly:
     """The carry of all layers, with the tables and kept values that they share."""
 
     def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
@@ -226,6 +226,7 @@ class _Assembly:
             )
 
     def pieces(self) -> Pieces:
+        """Returns the loss split into kinds of layers."""
         groups = self._groups()
         initial: list[Operand | None] = [None] * len(self.carried)
         for group in groups:
@@ -352,11 +353,6 @@ class _Assembly:
                     places[numbers[place]] = place
                 self.after[x] = Kept(numbers[place], n)
         return places
-
-
-def assembled(cuts: Cuts, members: Mapping[int, Member]) -> Pieces:
-    """Returns the loss split into kinds of layers."""
-    return _Assembly(cuts, members).pieces()
 
 
 def _in_order(cuts: Cuts, stages: Mapping[int, int]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Cuts a loss between its layers, at the fewest live bytes."""
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -135,10 +136,8 @@ def _ordered(depends: Depends) -> list[int]:
     for n in live:
         if not depends.is_pure(n):
             starts.setdefault(depends.last_layer(n), n)
-    begins = lambda layer: min(
-        (n for t, n in starts.items() if layer < t < depends.count), default=None
-    )
-    later = {layer: begins(layer) for layer in range(depends.count)}
+    after = lambda layer: [n for t, n in starts.items() if layer < t < depends.count]
+    later = {n: min(after(n), default=math.inf) for n in range(depends.count)}
     keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
     for n in live:
         layer, pure = depends.last_layer(n), depends.is_pure(n)
@@ -146,8 +145,7 @@ def _ordered(depends: Depends) -> list[int]:
         sources = {depends.flat.source.get(x) for x in operands}
         earlier = [keys[m] for m in sources if m in keys]
         same = [key for at, mixed, key in earlier if at == layer and mixed]
-        after = later.get(layer)
-        late = after is not None and n > after
+        late = n > later.get(layer, math.inf)
         # A sum of norms of parameters needs no other value of a layer, and is ordered
         # first, in the last layer too.
         goes_on = any(key[0] < 0 for *_, key in earlier) and all(x[0] < 0 for x in same)
@@ -175,8 +173,8 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> list[int]:
             ends.add(n)
     steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
-        numbers = (x for x in eqns[n].numbers if x in depends.flat.source)
-        sources = {depends.flat.source[x] for x in numbers} & ends
-        same = (m for m in sources if depends.last_layer(m) == depends.last_layer(n))
-        steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
+        sources = [depends.flat.source.get(x) for x in eqns[n].numbers]
+        layer_of, layer = depends.last_layer, depends.last_layer(n)
+        same = [steps[m] for m in sources if m in steps and layer_of(m) == layer]
+        steps[n] = 1 + max(same, default=0) if n in ends else 0
     return sorted(order, key=lambda n: (depends.last_layer(n), steps[n]))

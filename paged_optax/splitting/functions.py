@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from paged_optax.splitting.assembly import (
 )
 from paged_optax.splitting.numbered import Stack
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stacking, unnested
+from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
 
 
 @jax.tree_util.register_static
@@ -101,24 +101,21 @@ class Functions:
 
         `weights` are a layer's trained parameters, and its frozen ones, if any.
         """
-        pieces = self.pieces
-
-        def run(kind: LayerKind) -> Callable[..., tuple[list[Array], list[Array]]]:
-            return lambda x, context: self._layer(kind, weights, x, context, i)
-
-        if len(pieces.kinds) == 1:
-            return run(pieces.kinds[0])(x, context)
+        kinds = self.pieces.kinds
+        branches = [functools.partial(self._layer, x, weights, i) for x in kinds]
+        if len(branches) == 1:
+            return branches[0](x, context)
         # With several kinds, only the branch of the layer's kind is computed.
-        which = jnp.asarray(np.asarray(pieces.kind_indices, np.int32))[i]
-        return lax.switch(which, list(map(run, pieces.kinds)), list(x), context)
+        which = jnp.asarray(np.asarray(self.pieces.kind_indices, np.int32))[i]
+        return lax.switch(which, branches, list(x), context)
 
     def _layer(
         self,
         kind: LayerKind,
         weights: Sequence[PyTree],
+        i: Int[Array, ""],
         x: Sequence[Array],
         context: PyTree,
-        i: Int[Array, ""],
     ) -> tuple[list[Array], list[Array]]:
         constants = self.pieces.flat.constants
         args: list[ArrayLike] = []
@@ -131,13 +128,13 @@ class Functions:
                 case FromTable(table):
                     rows = context["tables"][table]
                     args.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
-                case Seen(Constant() as constant):
-                    args.append(constant.value)
                 case Seen(value):
-                    known = value in constants
-                    args.append(
-                        constants[value] if known else context["seen"][str(value)]
-                    )
+                    if isinstance(value, Constant):
+                        args.append(value.value)
+                    elif value in constants:
+                        args.append(constants[value])
+                    else:
+                        args.append(context["seen"][str(value)])
         results = kind.program(args)
         carried, result = kind.carried, lambda n: jnp.asarray(results[n])
         x = [result(carried[k]) if k in carried else old for k, old in enumerate(x)]
@@ -244,14 +241,15 @@ class SplitFunctions:
         try:
             jaxpr = self.loss.traced(batch).jaxpr
         except Exception as error:
-            shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
-            if shapes(batch) == shapes(self.batch):
+            old, new = leaf_shapes(self.batch), leaf_shapes(batch)
+            differ = [x for x in old | new if old.get(x) != new.get(x)]
+            if not differ:
                 raise
             # A loss may accept any shapes: mention them only if it fails.
             raise ValueError(
-                f"loss fails with a batch of shapes {shapes(batch)}, and split_layers"
-                f" got {shapes(self.batch)}. Only with accumulate=True a step reads"
-                " micro-batches from the leading axis of each leaf."
+                f"loss fails with batch{differ[0]} of shape {new.get(differ[0])}, and"
+                f" split_layers got {old.get(differ[0])}. Only with accumulate=True a"
+                " step reads micro-batches from the leading axis of each leaf."
             ) from error
         if jaxpr not in self.cache:
             self.cache[jaxpr] = Functions(self.loss.split(batch, self.split.layers))

@@ -65,19 +65,20 @@ def warn_of_lost_state(
         if union & (union - 1):  # of several inputs
             renewed |= union & _union(of_kind[kind(x)] for x in e.outputs)
     outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
-    returned = _union(
-        bits[n]
-        for n in inputs
-        if any(x != n and sources[x] & bits[n] and kind(x) == kind(n) for x in outputs)
-    )
+    new_values = (sources[x] & of_kind[kind(x)] & ~bits.get(x, 0) for x in outputs)
+    returned = _union(new_values)
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
     read = (params & trained) | (~params & _union(map(get, flat.outputs)))
     closed = _union(bits[n] for n in flat.constants)
+    # A number may be an option, such as the label of padding, that metrics depend on.
+    arrays = _union(bits[n] for n in inputs if flat.avals[n].shape)
+    lost = arrays & (renewed & ~read | closed & returned & ~trained)
     fixed = closed | (of_argument.get("frozen", 0) & ~returned)
+    repeated = [(x, index) for x, index in draws if not x & ~fixed]
     for n in sorted(inputs):
         closed_over = f"a closed-over array, {dtype_and_shape(flat.avals[n])}"
         name = names[n] if n < len(names) else closed_over
-        drawn = [index for x, index in draws if x & bits[n] and not x & ~fixed]
+        drawn = [index for x, index in repeated if x & bits[n]]
         if drawn and not jnp.issubdtype(flat.avals[n].dtype, jnp.inexact):
             # The functions of `jax.random` are traced without the caller's lines.
             nearby = flat.eqns[drawn[0] :: -1]
@@ -86,13 +87,13 @@ def warn_of_lost_state(
                 f" count or key that no step changes (at"
                 f" {source_line(nearby[0], nearby)}). They are the same in each step."
             )
-        elif bits[n] & params & renewed & ~read:
+        elif bits[n] & params & lost:
             text = (
                 f"the loss does not depend on {name}, and computes a new value of it,"
                 " as of a running statistic. The optimizer does not train it, but may"
                 " change it, for example by weight decay."
             )
-        elif bits[n] & (renewed & ~read | closed & returned & ~trained):
+        elif bits[n] & lost:
             text = (
                 f"the loss computes a new value of {name}, such as a running statistic,"
                 " which the next step does not read: it begins with the old one."

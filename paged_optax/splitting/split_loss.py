@@ -14,8 +14,8 @@ from paged_optax.analysis.flat import Flat, effectful
 from paged_optax.analysis.program import Constant, Equation, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
-from paged_optax.layerwise.loss import check_loss, loss_and_metrics
-from paged_optax.splitting.assembly import Pieces, assembled
+from paged_optax.layerwise.loss import check_loss, has_metrics
+from paged_optax.splitting.assembly import Assembly, Pieces
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import Depends, SplitError, source_line
 from paged_optax.splitting.lost_state import warn_of_lost_state
@@ -102,7 +102,7 @@ class Loss:
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         inlined, leaves = Flat(closed, derivatives=False), self.leaves
         args = ("params", self.params), ("frozen", self.frozen), ("batch", batch)
-        losses = len(jax.tree.leaves(loss_and_metrics(shapes)[0]))
+        losses = len(jax.tree.leaves(shapes[0] if has_metrics(shapes) else shapes))
         warn_of_lost_state(inlined, args, losses)
         lists = numbered(leaves, flat.avals)
         known = [*scans(flat, leaves), *indexed(inlined, leaves, lists), *lists]
@@ -191,9 +191,9 @@ def _split(
             for name, stack in layers.stacks.items()
         }
         layers = dataclasses.replace(layers, stacks=stacks)
-    cut = lambda latest, interleaved=False: assembled(
+    cut = lambda latest, interleaved=False: Assembly(
         Cuts(depends, latest=latest, interleaved=interleaved), names
-    )
+    ).pieces()
     # If a layer ends or begins with equations that keep the size of the carry, several
     # cuts are equally good. The cut with the fewest kinds of layers wins.
     cuts = [cut(latest) for latest in (True, False)]

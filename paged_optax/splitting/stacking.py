@@ -113,7 +113,7 @@ class Stacking:
         self, move: Callable[[Shaped, int], Shaped]
     ) -> Callable[[int, PyTree], PyTree]:
         """Moves the layers' axis of a stack's moment, given its parameter's number."""
-        shapes = list(_leaf_shapes(self.types).items())
+        shapes = list(leaf_shapes(self.types).items())
         axes = {x.leaves[0]: x.axis for x in self.layers.values()}
 
         def moved(n: int, x: PyTree) -> PyTree:
@@ -132,7 +132,7 @@ class Stacking:
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)
-        shapes, known = _leaf_shapes(tree), _leaf_shapes(self.types)
+        shapes, known = leaf_shapes(tree), leaf_shapes(self.types)
         for name in known | shapes:
             if known.get(name) != shapes.get(name):
                 raise ValueError(
@@ -149,7 +149,8 @@ class Stacking:
         return jax.tree.leaves(tree)
 
 
-def _leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+def leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a tree's leaves, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {keystr(path): tuple(x.shape) for path, x in leaves}
 

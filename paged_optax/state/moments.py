@@ -71,12 +71,8 @@ def page_in(state: PyTree, path: Path) -> dict[str, PyTree[Array]]:
       (['mu', 'nu'], (512, 512))
     """
     moments = _moments_at(state_leaves_of(state, shapes=False), path)
-    return donate_within_memory(
-        {
-            name: jax.device_put(leaf.value, DEVICE)
-            for name, (_, leaf) in moments.items()
-        }
-    )
+    values = {name: leaf.value for name, (_, leaf) in moments.items()}
+    return donate_within_memory(jax.device_put(values, DEVICE))
 
 
 def _moments_at(
@@ -244,11 +240,10 @@ def _describe(moment: PyTree) -> str:
 
 
 def _put_like(x: ArrayLike, old: Array, *, host: bool) -> Array:
+    place, kind = HOST if host else DEVICE, default_memory_kind(host)
     if is_committed(old):
-        return jax.device_put(
-            x, old.sharding.with_memory_kind(default_memory_kind(host))
-        )
-    return jax.device_put(x, HOST if host else DEVICE)
+        place = old.sharding.with_memory_kind(kind)
+    return jax.device_put(x, place)
 
 
 def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.program import Analysis
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, shape_dtype
@@ -211,10 +211,9 @@ def check_own_counts(
     """Raises if a value shared by all parameters depends on their step counts."""
     reached = analysis.reached_from(counts)
     shared = [p for p, x in analysis.direct if x in reached and p not in counts]
-    if gradients > 1:  # a count that depends on one parameter's gradient
-        for leaf in analysis.leaf_updates:
-            shared += counts & {*leaf.outputs}
     for leaf in analysis.leaf_updates:
+        if gradients > 1:  # a count that depends on one parameter's gradient
+            shared += counts & {*leaf.outputs}
         if leaf.param_index is None and reached.intersection(leaf.inputs):
             shared += leaf.outputs
     if shared:
@@ -223,15 +222,6 @@ def check_own_counts(
             f"per_parameter_steps=True, but state{keystr(path)} is one value for all"
             " parameters and is computed from their step counts: put what keeps it"
             " (optax.inject_hyperparams, optax.flatten) around paged(...)."
-        )
-
-
-def check_not_merged(leaf: LeafUpdate) -> None:
-    """Raises if concatenated parameters have several gates."""
-    if leaf.between:
-        raise ValueError(
-            "active=... differs between parameters that inner lays end to end: pass one"
-            " bool for all, or leave optax.flatten out of paged(...)."
         )
 
 

@@ -21,7 +21,6 @@ from paged_optax.codecs import Codec, draw
 from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
-from paged_optax.transform.checks import check_not_merged
 from paged_optax.transform.context import Gate, choose_by, current
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import Value
@@ -75,12 +74,16 @@ class LeafStreams:
     def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[Group]]:
         """Skips or computes leaves on the device, and groups the others."""
         first = len(self.gates)
+        gates_differ = len({id(gate) for gate in self.gates}) > 1
         results: _ByLeaf = {}
         groups: dict[Hashable, Group] = {}
         for index, leaf in enumerate(self.analysis.leaf_updates):
             inputs, gate = evaluation.inputs(leaf), self.moves[leaf.param_index]
-            if leaf.param_index is None and len({id(gate) for gate in self.gates}) > 1:
-                check_not_merged(leaf)
+            if gates_differ and leaf.param_index is None and leaf.between:
+                raise ValueError(
+                    "active=... differs between parameters that inner lays end to end:"
+                    " pass one bool for all, or leave optax.flatten out of paged(...)."
+                )
             olds = [None if p is None else self.arguments[p] for p in leaf.places]
             if gate is False:
                 # A gate that is closed when traced costs nothing: it has no loop.

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, resolve_host_memory_kind
 from paged_optax.backend.text import parse_bytes
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import brief, check_transformation, floating_dtype
 from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.transform.checks import paged_by_one
@@ -197,6 +198,10 @@ def paged(
 
 _AUTO = "'auto', "  # of sizes that may be chosen
 
+# Half a unit of an 8-bit remainder is 2^-17 of the parameter: 1e-6 for a parameter of
+# 0.13. Steps of Adam are about as large as the rate.
+_MIN_RATE = 1e-6
+
 _PAGING = tuple(
     param
     for param in inspect.signature(paged).parameters.values()
@@ -221,7 +226,16 @@ def _alias(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     def build(*args: object, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         subset = {key: kwargs.pop(key) for key in names & kwargs.keys()}
         subset.setdefault("codec", codec)
-        return paged(optimizer(*args, **kwargs), **subset)
+        inner = optimizer(*args, **kwargs)
+        if subset.get("master_remainders") == "int8":
+            rate = original.bind(*args, **kwargs).arguments.get("learning_rate")
+            if isinstance(rate, float) and 0 < rate < _MIN_RATE:
+                warn_user(
+                    f"learning_rate={rate} with master_remainders='int8': most steps"
+                    " are less than half a unit of these masters, and are lost. Use"
+                    f" rates of {_MIN_RATE:g} or more, or master_remainders=True."
+                )
+        return paged(inner, **subset)
 
     stored, promise = "", "the same numbers, a few pages of moments on the device"
     if codec is not None:

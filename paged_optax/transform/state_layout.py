@@ -165,7 +165,7 @@ class StateLayout:
         codecs = choose(coded, parts)
 
         def leaf(
-            index: int, x: ArrayOrShape, param_index: int | None, codec: Codec | None
+            index: int, x: StoredOrShape, param_index: int | None, codec: Codec | None
         ) -> StoredLeaf:
             shards = None
             # Moments of other shapes, such as factored ones, are undivided.

@@ -124,6 +124,7 @@ def test_plan_of_several_devices(capsys):
     assert answers["layerwise QLoRA, weights on host"] == "yes"
     assert answers["layerwise, dynamic_int8, all on host"] == "no"
     assert "mesh = jax.make_mesh((8,)" in printed
+    assert "gemma-3-4b-it: weights that see pictures are left out" in printed
 
 
 def test_plan_of_a_checkpoint(tmp_path, capsys):

@@ -186,8 +186,14 @@ BROKEN = {
     "bias": (_config(attention_bias=True), "attention_bias=True"),
     "sizes": (_config(hidden_size=48), "and config.json says"),
     "heads": (_config(num_attention_heads=3), "config.json cannot be used"),
-    "no norm": (_config(rms_norm_eps=None), "config.json has no rms_norm_eps"),
-    "two ropes": (_config(rope_scaling={"rope_type": "linear"}), "leave one of them"),
+    "no norm": (
+        _config(rms_norm_eps=None),
+        "cannot be used: Validation error for field",
+    ),
+    "two ropes": (
+        _config(rope_scaling={"rope_type": "linear"}),
+        "rope_scaling: leave one.",
+    ),
     "two bases": (_config(rope_theta=10.0), "two values of rope_theta"),
     "few tokens": (_config(max_position_embeddings=32), "max_position_embeddings=32"),
     "quantized": (_config(quantization_config={"bits": 4}), "quantization_config"),
@@ -294,14 +300,18 @@ ROPES = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_positions_of_gemma(example, name):
-    """As transformers' configuration has them."""
-    gemma = sys.modules["finetune_hf.gemma"]
-    theirs = transformers.Gemma3TextConfig(**copy.deepcopy(ROPES[name]))
-    for kind in gemma.ATTENTION:
+def test_rotary_positions_of_gemma(example, name, tmp_path):
+    """As transformers' configuration has them, by layer."""
+    config = {"num_hidden_layers": 7, **copy.deepcopy(ROPES[name])}
+    theirs = transformers.Gemma3TextConfig(**copy.deepcopy(config))
+    config["architectures"] = ["Gemma3ForCausalLM"]
+    folder = example.folder.Folder(tmp_path, config, {}, {})
+    layers = example.model.Decoder.of(folder, np.float32).static.model.layers
+    assert len(layers) == len(theirs.layer_types)
+    for layer, kind in zip(layers, theirs.layer_types, strict=True):
         wanted = theirs.rope_parameters[kind]
-        theta, factor = gemma.rope_of(ROPES[name], kind)
-        assert (theta, factor) == (wanted["rope_theta"], wanted.get("factor", 1.0))
+        found = layer.self_attn.rope_theta, layer.factor
+        assert found == (wanted["rope_theta"], wanted.get("factor", 1.0))
 
 
 def _arguments(folder, text, output):
@@ -409,7 +419,7 @@ def test_what_has_no_arguments_is_begun_anew(example, folders, tmp_path):
     (left / "x").write_text("x")
     store = _store(example, folders("qwen3"), tmp_path)
     store.take(anew=True)
-    assert store.latest() is None and not left.exists()
+    assert store.manager.latest_step() is None and not left.exists()
 
 
 @pytest.mark.slow

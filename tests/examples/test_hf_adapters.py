@@ -34,12 +34,12 @@ def adapters(path):
     return config, numpy.load_file(path / "adapter_model.safetensors")
 
 
-def lora_of(example, folder, method, adapter, **how):
+def lora_of(example, folder, method, adapter, *more):
+    paths = "--checkpoint", folder, "--output", "", "--text", "", "--adapter", adapter
+    given = [*map(str, paths), "--method", method, *more]
     folder = example.folder.Folder.open(folder)
     decoder = example.model.Decoder.of(folder, folder.dtype)
-    return folder, example.methods.Lora(
-        decoder, 16, 32.0, method == "qlora", 0, adapter, **how
-    )
+    return folder, example.methods.Lora(decoder, example.command.parse_arguments(given))
 
 
 def losses(method, rows, params, *frozen):
@@ -64,20 +64,22 @@ def test_gone_on_with(example, trained, tmp_path):
     path, method, first = trained
     folder, lora = lora_of(example, path, method, first)
     _, tensors = adapters(first)
-    for name, pair in lora.first(folder).items():
-        for kind, x in pair.items():
-            np.testing.assert_array_equal(x, tensors[lora._tensor(name, kind)])
+    np.testing.assert_equal(lora.first(folder), tensors)
     lora.save(folder, tmp_path / "again", lora.first(folder))
     assert adapters(tmp_path / "again")[0] == adapters(first)[0]
     np.testing.assert_equal(adapters(tmp_path / "again")[1], tensors)
 
 
 def test_merged(example, trained, tmp_path, capsys):
-    """The merged folder has the adapters' loss; all but matrices is as it was."""
+    """The merged folder has the adapters' loss; all but matrices is as it was.
+
+    The method is that which trained them.
+    """
     path, method, first = trained
-    more = "--method", method, "--adapter", str(first), "--merge"
-    main(example, path, None, tmp_path / "merged", *more)
-    assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'merged'}\n")
+    main(example, path, None, tmp_path / "merged", "--adapter", str(first), "--merge")
+    said = capsys.readouterr().out
+    assert said.startswith(f"method: {method}, ")
+    assert said.endswith(f"wrote {tmp_path / 'merged'}\n")
     folder, lora = lora_of(example, path, method, first)
     merged = example.folder.Folder.open(tmp_path / "merged")
     full = example.methods.Full(lora.decoder)
@@ -118,7 +120,7 @@ def test_other_adapters_are_refused(example, trained, name, tmp_path):
         ("", "--text is missing"),
         ("--merge", "--text is missing"),
         ("--text a --merge", "need --method lora or qlora"),
-        ("--text a --adapter b", "need --method lora or qlora"),
+        ("--text a --adapter b --method full", "need --method lora or qlora"),
         ("--text a --eval-text b --held-out 0.1", "give one of them"),
     ],
 )
@@ -173,8 +175,8 @@ def test_merged_as_peft_does(example, folders, method, tmp_path):
         ),
     )
     first.save_pretrained(tmp_path / "peft")
-    folder, lora = lora_of(example, path, method, tmp_path / "peft", merge=True)
-    assert {x.rpartition(".")[2] for x in lora.params} == {"q_proj", "down_proj"}
+    folder, lora = lora_of(example, path, method, tmp_path / "peft", "--merge")
+    assert {x.rpartition(".")[2] for x in lora.adapted} == {"q_proj", "down_proj"}
     there = hf_pair.there(path)
     if method == "qlora":
         blank = jax.tree.map(np.zeros_like, lora.first(folder))

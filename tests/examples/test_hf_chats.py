@@ -183,6 +183,30 @@ def test_records(example, tokenizer, name):
     assert document.whole == (name != "text")
 
 
+#: Earlier answers without their thoughts, as Qwen 3's template has them.
+WITHOUT_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.index < loop.length %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
+
+
+def test_a_turn_that_is_rendered_differently_later(example, tokenizer):
+    """Each has a document of its own, as `docs/start.md` says."""
+    tokenizer.chat_template = WITHOUT_THOUGHTS
+    turns = [user("p"), assistant("<think>why</think>a")]
+    turns += [user("q"), assistant("<think>so</think>b")]
+    record = {"messages": turns}
+    found = example.text.documents_of("x, line 1", record, tokenizer)
+    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
+    end = "<|im_end|>\n"
+    assert [shown(tokenizer, x) for x in found] == [
+        f"{asked('p')}|<think>why</think>a{end}",
+        f"{asked('p')}a{end}{asked('q')}|<think>so</think>b{end}",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["strings", "lists"])

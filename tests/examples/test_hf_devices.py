@@ -95,9 +95,13 @@ def test_resumed_on_eight_devices(example, folders, way, tmp_path):
 @pytest.mark.parametrize(
     ("family", "more", "says"),
     [
-        ("qwen3", "--devices 8", "--devices 8: there are 8"),
-        ("qwen3", "--devices 9 --batch 9", "--devices 9: there are 8"),
-        ("qwen3_moe", "--devices 8 --batch 8", "--devices 1 is what experts"),
+        (
+            "qwen3",
+            "--devices 8",
+            "--devices 8: JAX has 8, and they divide a step's rows",
+        ),
+        ("qwen3", "--devices 9 --batch 9", "--devices 9: JAX has 8"),
+        ("qwen3_moe", "--devices 8 --batch 8", "--devices 1 is needed for experts"),
     ],
 )
 def test_devices_that_are_refused(

@@ -40,8 +40,9 @@ def test_trains_as_transformers(example, folders, family):
     wanted = hf_pair.train_there(there, batches)
     np.testing.assert_allclose(here.train(batches), wanted, rtol=1e-5)
     decoder = here.method.decoder
-    ours = decoder.tensors(here.folder, here.split, here.params)
-    ours = hf_pair.in_transformers(dict(ours))
+    ours = dict(decoder.tensors(here.folder, here.split, here.params))
+    ours = {name: here.folder[name] for name in here.folder.tensors} | ours
+    ours = hf_pair.in_transformers(ours)
     apart = hf_pair.way_apart(ours, hf_pair.parameters(there), start)
     print(f"{family}: weights {apart:.1e} of their way apart")
     assert apart <= 1e-4

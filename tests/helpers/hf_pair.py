@@ -45,7 +45,10 @@ class Here:
         decoder = modules.model.Decoder.of(folder, np.float32)
         made = modules.methods.Full(decoder)
         if method != "full":
-            made = modules.methods.Lora(decoder, 4, 8.0, method == "qlora", seed=0)
+            given = ["--checkpoint", "", "--output", "", "--text", "", "--rank", "4"]
+            given += ["--alpha", "8", "--method", method]
+            args = modules.command.parse_arguments(given)
+            made = modules.methods.Lora(decoder, args)
         split = po.split_layers(made.loss, made.params, row, frozen=made.frozen)
         first, host = made.first(folder), {"on_host": True, "min_size": "1KiB"}
         if method == "full":

@@ -14,15 +14,16 @@ from paged_optax.splitting.scans import Whole
 
 
 def _first_row(layer: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, kind, weights, x, context, i: layer(
-        self, kind, weights, x, context, 0 * i
+    return lambda self, kind, weights, i, *given: layer(
+        self, kind, weights, 0 * i, *given
     )
 
 
 def _one_kind(layer: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(self: Functions, *given: Any) -> Any:
         pieces = dataclasses.replace(self.pieces, kinds=self.pieces.kinds[:1])
-        return layer(dataclasses.replace(self, pieces=pieces), *given)
+        split = dataclasses.replace(self.split, pieces=pieces)
+        return layer(dataclasses.replace(self, split=split), *given)
 
     return wrong
 

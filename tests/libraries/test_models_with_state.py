@@ -484,7 +484,7 @@ def test_statistics_that_are_not_returned_are_warned_of(name):
     with pytest.warns(UserWarning, match=rf"{NEW}frozen.*old one"):
         po.split_layers(swapped, params, BATCHES[0], frozen=state)
     for run in (closed, lambda params, tokens: loss(params, state, tokens)):
-        with pytest.warns(UserWarning, match=f"{NEW}a closed-over array, float32"):
+        with pytest.warns(UserWarning, match=f"({NEW}|dropout.*)a closed-over array"):
             po.split_layers(run, params, BATCHES[0])
 
 
@@ -498,6 +498,21 @@ def test_closed_over_keys_are_warned_of():
         params, (batch[0], jax.random.fold_in(state[1], batch[2])), batch[1]
     )
     po.split_layers(folded, params, (state[0], BATCHES[0], jnp.int32(0)))
+
+
+def test_options_that_metrics_depend_on_are_no_state():
+    padding, weights = jnp.int32(0), jnp.arange(4.0)
+
+    def loss(params, tokens):
+        x = params["embed"][tokens]
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer)
+        kept = (tokens != padding).mean(1) * weights
+        return jnp.mean(x**2), (kept.mean(), (tokens != padding).sum(dtype=jnp.int32))
+
+    layers = [jnp.eye(WIDTH)] * 4
+    params = {"embed": jnp.ones((VOCAB, WIDTH)), "layers": layers}
+    po.split_layers(loss, params, BATCHES[0])
 
 
 def test_frozen_state_that_is_not_returned_is_warned_of():

@@ -197,6 +197,17 @@ def test_nothing_fits(ways):
     assert dataclasses.replace(ways, workload=None).advice() == ""
 
 
+def test_advice_where_the_host_is_small(ways):
+    """It names the host, and there is no pool for a way that does not fit."""
+    ways = of_memory(ways, 4 * 2**30)
+    small = dataclasses.replace(ways, host_memory=2**20)
+    said = " ".join(str(small).split())
+    assert re.search(
+        r"least of the device, and [0-9.]+ GiB too much of the host\.", said
+    )
+    assert "Host memory" in str(ways) and "Host memory" not in said
+
+
 def test_code_has_what_paging_takes():
     inner, params = optax.lion(1e-3), {"layers": {"w": jnp.ones((2, 512, 512))}}
     ways = po.what_fits(
@@ -296,7 +307,7 @@ def test_adapters_are_never_chosen():
     fitting = [row.way for row in found.fitting]
     assert fitting and all("LoRA" in way for way in fitting)
     assert found.choice is None
-    assert f"{fitting[0]} fits." in " ".join(found.advice().split())
+    assert f"Adapters do: {fitting[0]}; " in " ".join(found.advice().split())
     names = [row.way for row in found if "LoRA" in row.way]
     assert names == [
         f"layerwise {x}{y}"

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import paged_optax as po
+from helpers.reference import kinds
 
 LENGTH, WIDTH, INNER, VOCABULARY, STEPS = 4, 72, 96, 50, 4
 PAGED = {"page_size": 4096, "min_paged_size": 0}
@@ -146,10 +147,6 @@ def values(tree):
 def farthest(ours, theirs):
     pairs = zip(values(ours), values(theirs), strict=True)
     return max((float(np.abs(x - y).max()) for x, y in pairs if x.size), default=0.0)
-
-
-def kinds(tree):
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
 @pytest.fixture(scope="module")
