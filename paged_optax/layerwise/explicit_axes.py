@@ -52,7 +52,7 @@ def on_explicit_axes(
     args = [(partition.rest, 0), (partition.layers, 1), (batch, int(several))]
     args += [(fixed and fixed.rest, 0), (fixed and fixed.layers, 1)]
     shardings = [sharding_in_type(x) for x in jax.tree.leaves([x for x, _ in args])]
-    mesh = next((x.mesh for x in shardings if is_explicit(x)), None)
+    mesh = next((x.mesh.abstract_mesh for x in shardings if is_explicit(x)), None)
     if mesh is None or AxisType.Manual in mesh.axis_types:
         return model
     types = lambda mesh: [

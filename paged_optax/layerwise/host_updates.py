@@ -232,7 +232,7 @@ def _send_to_host(
         before = before if share is None else scaled(before, share)
         return (g.astype(wide) + before).astype(old.dtype)
 
-    def before(stack: Array, i: LayerIndex) -> Array:
+    def earlier(stack: Array, i: LayerIndex) -> Array:
         old = read_slice(stack, i)
         # At the first micro-batch it still is the sum of the previous step.
         return jnp.where(index == 0, jnp.zeros_like(old), old)
@@ -249,7 +249,7 @@ def _send_to_host(
         new = [
             (g[None] / divisor).astype(old.dtype)
             if count == 1
-            else added(before(old, i), g[None] / divisor)
+            else added(earlier(old, i), g[None] / divisor)
             for old, g in zip(stacks, jax.tree.leaves(workspace.gradients), strict=True)
         ]
         stacks = [write_slice(old, g, i) for old, g in zip(stacks, new, strict=True)]
