@@ -31,10 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             jax.config.update("jax_num_cpu_devices", args.devices)
     try:
         if args.resume and args.output.exists():
-            raise FolderError(
-                f"{args.output} exists: the run is complete, and"
-                f" {working(args.output)} can be removed."
-            )
+            left = f", and {working(args.output)} can be removed"
+            left *= working(args.output).exists()
+            raise FolderError(f"{args.output} exists: the run is complete{left}.")
         refuse_existing(args.output)
         if args.text is None:
             merge(args)
@@ -68,7 +67,7 @@ def train(run: Run, store: Store) -> None:
     print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
     print(f"method: {run.method.name}")
     rate = f"learning rate up to {args.learning_rate:g}, {args.lr_scheduler_type}"
-    print(f"steps: {run.steps} of {args.batch} rows; {rate}")
+    print(f"steps: {run.steps} of {args.batch} rows, one at a time a device; {rate}")
     report = reporter(args.report_to, vars(args))
     start = store.manager.latest_step() or 0
     carry = store.restore(run.target()) if start else run.carry()

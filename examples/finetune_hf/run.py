@@ -302,7 +302,7 @@ def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> lis
     if longer:
         lost, is_cut = len(read) - len(fit), args.too_long != "drop"
         cut = f"{longer - lost} cut at the {args.too_long}, " * is_cut
-        why = ": nothing to learn is left" * (is_cut and lost > 0)
+        why = " because nothing to learn is left" * (is_cut and lost > 0)
         print(
             f"{path}: {longer} of {len(read)} chats, or turns that the template renders"
             f" alone, are longer than {args.length} tokens: {cut}{lost} left out{why}"

@@ -54,7 +54,7 @@ _CODED_LEAVES = 7
 
 # A loop's first page is read, and its last one written, while the other direction is
 # idle. Eight leaves of 2048x2048 take 8.8 ms alone, and 7.6 ms if four share pages
-# (H200, by `tests/helpers/step_model.py`).
+# (H200, by `tests/helpers/step_model.py`), and Lion's 4.1 ms for 4.4 in pairs.
 _FEW_LEAVES = 4
 _FEW_BYTES = 128 * 2**20
 
@@ -157,7 +157,8 @@ def cut(
         leaf_bytes = math.prod(shape) * max([x.itemsize for x in moments])
         in_pages = leaf_bytes >= 2 * LEAST_PAGE and GPU_HAS_STREAMS_BY_DIRECTION
         if by_latency and in_pages and not converted:
-            minimum = at_most(max(1, min(_FEW_LEAVES, _FEW_BYTES // leaf_bytes)))
+            few = at_most(max(1, min(_FEW_LEAVES, _FEW_BYTES // leaf_bytes)))
+            minimum = max(minimum, few)
             if minimum > 1:
                 maximum = min(page_size, minimum * -(-leaf_bytes // FEWEST))
         on_gpu = share(maximum, rows, minimum)

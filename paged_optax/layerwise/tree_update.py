@@ -240,7 +240,7 @@ def _placed(
     members: Sequence[Members],
     leaves: Leaves,
     like: Sequence[Stored],
-) -> list[Stored]:
+) -> list[PyTree]:
     """The own tree's leaves, one layer's in the place of layer `place`."""
 
     def entry(member: Members, x: Stored | None, old: Stored) -> PyTree:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +206,9 @@ class GradientWorkspace:
         """
         return self._changed(lambda x, adds: jnp.zeros_like(x) if adds else x)
 
-    def _changed(self, change: Callable[..., Array], *trees: PyTree) -> Self:
+    def _changed(
+        self, change: Callable[..., Array], *trees: PyTree
+    ) -> "GradientWorkspace":
         structure = jax.tree.structure(self.gradients)
         accumulates = structure.unflatten(self.accumulates)
         new = jax.tree.map(change, self.gradients, *trees, accumulates)

@@ -30,7 +30,6 @@ from paged_optax.splitting.split_loss import Loss, SplitLoss
 from paged_optax.splitting.stacking import Stacking, leaf_shapes, unnested
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Functions:
     """Prologue, layer and epilogue of one trace of a loss."""
@@ -166,6 +165,14 @@ class Functions:
         return jax.tree.unflatten(self.split.output, leaves)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """Weak, because JAX's caches keep the structures of arguments."""
+
+    functions: weakref.ref[Functions]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitFunctions:
     """Prologue, layer and epilogue of a loss, for batches of any shapes and dtypes."""
@@ -220,13 +227,15 @@ class SplitFunctions:
         functions = self._of(remaining[-1])
         x, context = functions.prologue(self._numbered(rest, remaining))
         # A layer has no batch as an argument to choose its functions by.
-        return x, (functions, context)
+        return x, (_Reference(weakref.ref(functions)), context)
 
     def layer(
         self, weights: PyTree, *remaining: PyTree
     ) -> tuple[list[Array], list[Array]]:
         """Computes the next layer's input, and the values kept for the epilogue."""
-        *frozen, x, (functions, context), i = remaining
+        *frozen, x, (reference, context), i = remaining
+        functions = reference.functions()
+        assert functions is not None
         return functions.layer((weights, *frozen), x, context, i)
 
     def epilogue(self, rest: PyTree, *remaining: PyTree) -> PyTree:

@@ -116,20 +116,25 @@ def shares(rows: list[Row], table: Callable[..., str]) -> str:
 def speeds(rows: list[Row]) -> str:
     """The guide's table of tokens a second, of what was measured and of the model."""
     steps = [row for row in rows if row["section"] in ("tokens", "decoder")]
-    modelled = next(row for row in steps if row["section"] == "tokens")
-    each = modelled["teraflops"] / modelled["tokens_per_second"]
+    model = lambda row: row["name"].partition(":")[0].replace(" ", "-")
+    each = {
+        model(row): row["teraflops"] / row["tokens_per_second"]
+        for row in steps
+        if row["section"] == "tokens"
+    }
     peak = {row["card"]: row["teraflops"] / row["mfu"] for row in steps if "mfu" in row}
-    head = "card", "way", "micro-batches", "tokens/s", "MFU", "device, GiB", ""
+    head = "card", "model", "way", "micro-batches", "tokens/s", "MFU", "device, GiB", ""
     cells = []
     for row in steps:
         card = row.get("card") or row["predicted_for"]
         rate = row["tokens"] / row["seconds"]
-        used = each * rate / peak[card]
+        used = each[model(row)] * rate / peak[card]
         size = row.get("peak_device_bytes") or row["device_bytes"]
         measured = row["section"] == "decoder" or row["source"] == "measured"
         cells.append(
             (
                 card.upper().replace("RTX", "RTX "),
+                model(row),
                 row.get("way") or row["name"].partition(": ")[2],
                 str(row.get("micro_batches", 1)),
                 f"{rate:,.0f}",
@@ -178,8 +183,15 @@ def main() -> None:
 
 
 def profiled(rows: list[Row]) -> list[Row]:
-    """The guide's steps whose shares are known: of an H200."""
-    return [x for x in rows if x.get("card") == "h200" and "shares" in x]
+    """The guide's steps whose shares are shown: of Llama-3-8B on an H200."""
+    wanted = {"card": "h200", "model": "Llama-3-8B"}
+    return [
+        x
+        for x in rows
+        if wanted.items() <= x.items()
+        and x["micro_batches"] != 16
+        and "on host" not in x["way"]
+    ]
 
 
 if __name__ == "__main__":

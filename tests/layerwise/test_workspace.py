@@ -79,18 +79,16 @@ def test_c_gradws_001_precondition_allocated_once():
 @pytest.mark.parametrize("device_dtype", [None, jnp.float32])
 def test_c_gradws_001_postcondition_holds_the_layer_handled_last(device_dtype):
     """Postcondition: after a step, the first layer's gradients, or their sums."""
-    params = layered.parameters(3)
+    params, several = layered.parameters(3), device_dtype is not None
+    batch = layered.batch(0, (3, 2, 8) if several else (4, 8))
     tx = po.paged_adamw(1e-3, **SETTINGS)
-    *_, gradients = plain_step(optax.adamw(1e-3))(
-        params, optax.adamw(1e-3).init(params), layered.batch()
+    *_, gradients = plain_step(optax.adamw(1e-3), several)(
+        params, optax.adamw(1e-3).init(params), batch
     )
-    room, several = {"device_dtype": device_dtype}, device_dtype is not None
+    room = {"device_dtype": device_dtype}
     workspace = po.GradientWorkspace.allocate(params["layers"], **room)
     # Whatever it held before.
     workspace = jax.tree.map(lambda x: x + 7, workspace)
-    batch = layered.batch()
-    if several:  # halves of the batch
-        batch = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
     step = layerwise(tx, accumulate=several)
     _, _, workspace, _ = run(step, params, tx.init(params), workspace, [batch])
     wanted = jax.tree.map(lambda x: x[0], gradients["layers"])
