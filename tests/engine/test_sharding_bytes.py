@@ -205,23 +205,26 @@ def test_within_shard_map(compile_for, codec):
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
 )
 @pytest.mark.parametrize(
-    ("make", "bound"),
+    ("make", "bound", "over_floor"),
     [
-        (functools.partial(po.paged_adamw, 1e-3), 8 * MIB),
-        (functools.partial(po.paged_adamw_8bit, 1e-3), 32 * MIB),
-        (functools.partial(po.paged_lion, 1e-3), 8 * MIB),
+        # Default pages are as large as latency requires, which the floor omits.
+        (functools.partial(po.paged_adamw, 1e-3), 32 * MIB, 1.13),
+        (functools.partial(po.paged_adamw, 1e-3, page_size="1MiB"), 8 * MIB, 1.10),
+        (functools.partial(po.paged_adamw_8bit, 1e-3), 32 * MIB, 1.10),
+        (functools.partial(po.paged_lion, 1e-3), 32 * MIB, 1.13),
+        (functools.partial(po.paged_lion, 1e-3, page_size="1MiB"), 8 * MIB, 1.10),
     ],
-    ids=["float32", "int8", "lion"],
+    ids=["float32", "small pages", "int8", "lion", "lion, small pages"],
 )
-def test_each_device_is_at_its_links_rate(make, bound):
-    """16 leaves over 4 H200s, at default settings."""
+def test_each_device_is_at_its_links_rate(make, bound, over_floor):
+    """16 leaves over 4 H200s."""
     build = sharded_update(
         lambda shardings: make(shardings=shardings), P("x"), (4,), ("x",), 16
     )
     report = aot.h200(build, 4)
     assert report.device_temp <= bound
     assert report.host_temp == 0
-    assert step_model.over_floor(report.hlo, report.host_arguments) <= 1.10
+    assert step_model.over_floor(report.hlo, report.host_arguments) <= over_floor
 
 
 def divided_layerwise(model):

@@ -1,6 +1,7 @@
 """Master weights of which the host keeps 8 bits: FlashOptim's, rounded to nearest."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,17 @@ def test_a_tpu_keeps_them_on_the_device(monkeypatch):
     assert (
         plan.scratch_bytes == po.plan(po.paged_adamw_8bit(1e-3), params).scratch_bytes
     )
+
+
+def test_small_rates():
+    """A constant rate is known, and a schedule's is not."""
+    with pytest.warns(UserWarning, match="learning_rate=1e-07 with master_remainders"):
+        po.paged_adamw(1e-7, **_INT8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        po.paged_adamw(learning_rate=1e-6, **_INT8)
+        po.paged_adamw(1e-7, master_remainders=True)
+        po.paged_adamw(optax.constant_schedule(1e-7), **_INT8)
 
 
 @pytest.mark.parametrize("bits", [True, "int8"])
