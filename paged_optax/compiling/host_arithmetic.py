@@ -131,9 +131,9 @@ def check_host_arithmetic(error: Exception, args: Mapping[str, ArrayOrShape]) ->
     """Names the arguments in host memory, where JAX refuses to compute on such."""
     host = {name: str(jax.typeof(x)) for name, x in args.items() if on_host(x)}
     if host and "memory_space of all inputs" in str(error):
-        alike = [name for name, type_ in host.items() if type_ in str(error)]
+        found = [name for name, type_ in host.items() if type_ in str(error)]
         raise ValueError(
             "the step computes on an array in host memory, or on the gradient of one,"
-            f" which is there too: {' or '.join((alike or [*host])[:3])}. Move it to"
+            f" which is there too: {' or '.join((found or [*host])[:3])}. Move it to"
             " the device first, by jax.device_put(x, jax.memory.Space.Device)."
         ) from error

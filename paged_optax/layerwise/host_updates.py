@@ -219,17 +219,17 @@ def _send_to_host(
     """
     clipping, loss = step.clipping, layers.epilogue.loss
     _, host, workspace, by_rest, weight = totals
-    divisor, share = count, None
+    divisor, scale = count, None
     if isinstance(loss, WeightedLoss):
         divisor, before, weight = 1, weight, weight + loss.weight
-        share = over(weight_divisor(before), weight, index == count - 1)
+        scale = over(weight_divisor(before), weight, index == count - 1)
 
     def added(old: Array, g: Array) -> Array:
-        if share is None and old.dtype == g.dtype:
+        if scale is None and old.dtype == g.dtype:
             return old + g
         wide = sum_dtype(np.promote_types(old.dtype, g.dtype))
         before = old.astype(wide)
-        before = before if share is None else scaled(before, share)
+        before = before if scale is None else scaled(before, scale)
         return (g.astype(wide) + before).astype(old.dtype)
 
     def earlier(stack: Array, i: LayerIndex) -> Array:
@@ -279,7 +279,7 @@ def _send_to_host(
         (measure, host, workspace), stacks, back = layers.run(visit, start)
     total = jax.tree.map(lambda x: x / divisor, layers.rest_gradients(back))
     if by_rest is not None:
-        by_rest = by_rest if share is None else scaled(by_rest, share)
+        by_rest = by_rest if scale is None else scaled(by_rest, scale)
         total = jax.tree.map(jnp.add, by_rest, total)
     totals = _BatchCarry(stacks, host, workspace, total, weight)
     return totals, _BatchMetrics(loss, layers.epilogue.metrics, measure)

@@ -118,10 +118,10 @@ class TracedStep:
         # Rows of matrices that live on the host are no whole tiles on a TPU.
         place = lambda x: x if is_sliced(x) else on_device(x)
         frozen, layered = self.model.frozen, self.optimizer.layered
-        both = self.partition.layers, frozen.layers if frozen else None
+        trees = self.partition.layers, frozen.layers if frozen else None
         shards = layered.of_layers(layered.shards)
-        shards += known_shards((), both[1], moments=False)
-        layers, fixed = jax.tree.map(place, both)
+        shards += known_shards((), trees[1], moments=False)
+        layers, fixed = jax.tree.map(place, trees)
         return Weights(layers, fixed, shards)
 
     def params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:

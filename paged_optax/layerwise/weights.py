@@ -151,14 +151,14 @@ class Weights:
         for n, x in enumerate(stacks):
             if x.ndim == 2 and not on_host(x):
                 by_kind[x.shape, x.dtype].append(n)
-        vectors = {}
+        merged_rows = {}
         for indices in by_kind.values():
             group = [stacks[n] for n in indices]
             small = sum(map(nbytes, group)) <= _LARGEST_VECTORS
             if len(group) > 1 and small and on_one_device(group):
                 merged = jnp.stack(group, axis=1)
-                vectors |= {n: (merged, k) for k, n in enumerate(indices)}
-        return vectors
+                merged_rows |= {n: (merged, k) for k, n in enumerate(indices)}
+        return merged_rows
 
     def slices(
         self,

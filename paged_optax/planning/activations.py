@@ -74,14 +74,14 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     for layer, arrays in numbered.items():
         types = frozenset((name, leaves[n][1]) for name, n in arrays.items())
         alike[layer[0], types].append(layer)
-    of = lambda family: {n for layer in family for n in numbered[layer].values()}
-    size = lambda family: nbytes([leaves[n][1] for n in of(family)])
+    numbers = lambda family: {n for layer in family for n in numbered[layer].values()}
+    size = lambda family: nbytes([leaves[n][1] for n in numbers(family)])
     best = max((x for x in alike.values() if len(x) > 1), key=size, default=None)
     if best is None:
         return None
     prefix, index = min(best)
     one = tuple(leaves[n] for n in numbered[prefix, index].values())
-    return Layers(len(best), one, others(of(best)), f"{prefix}{index}")
+    return Layers(len(best), one, others(numbers(best)), f"{prefix}{index}")
 
 
 def stacks_under(params: PyTree, key: str) -> frozenset[int]:

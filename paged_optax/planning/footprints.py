@@ -113,8 +113,8 @@ class Footprints:
     def left(self, row: Footprint) -> int:
         """Bytes that a way leaves of the device, and of a memory shared with it."""
         left = self.available - row.device
-        both = self.machine.memory - row.device - row.host
-        return min(left, both) if self.machine.unified_memory else left
+        shared = self.machine.memory - row.device - row.host
+        return min(left, shared) if self.machine.unified_memory else left
 
     def fits(self, row: Footprint) -> bool:
         """True if a way leaves some of `available`, and takes what the host has."""
@@ -267,11 +267,11 @@ class Footprints:
             )
         taken = readable_bytes(self.available)
         yield f"Fits counts {taken}, which JAX takes of a GPU of {memory}: {reason}"
-        larger = dataclasses.replace(self, share=_MOST)
-        if ways := [x.way for x in larger.fitting if x not in self.fitting]:
+        raised = dataclasses.replace(self, share=_MOST)
+        if ways := [x.way for x in raised.fitting if x not in self.fitting]:
             yield (
                 f"With XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST:g} JAX takes"
-                f" {readable_bytes(larger.available)}, and these fit too:"
+                f" {readable_bytes(raised.available)}, and these fit too:"
                 f" {'; '.join(ways)}."
             )
 

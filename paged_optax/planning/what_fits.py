@@ -237,7 +237,7 @@ def what_fits(
 
 
 def _seconds(
-    row: Footprint, operations: int, teraflops: float, machine: Card
+    row: Footprint, flops: int, teraflops: float, machine: Card
 ) -> tuple[float, float]:
     """Seconds of a step, at best and at worst.
 
@@ -245,7 +245,7 @@ def _seconds(
     products. At worst nothing overlaps.
     """
     rates = (share * teraflops for share in machine.efficiency)
-    worst, best = (operations / 1e12 / rate for rate in rates)
+    worst, best = (flops / 1e12 / rate for rate in rates)
     moved = row.moved / 1e9
     together = moved / machine.bidirectional
     lower = max(best, together) if row.by_layers else best + together

@@ -27,7 +27,7 @@ STATE_RECIPE = (
 )
 
 #: Inputs that a value is computed from: bit n stands for input number n.
-_Sources = int
+_Bits = int
 
 
 def warn_of_lost_state(
@@ -43,7 +43,7 @@ def warn_of_lost_state(
       args: The names and types of its arguments: params, frozen, batch.
       losses: The number of its first results, which the parameters are trained by.
     """
-    names, of_argument = list[str](), dict[str, _Sources]()
+    names, of_argument = list[str](), dict[str, _Bits]()
     for name, tree in args:
         first, leaves = len(names), jax.tree_util.tree_leaves_with_path(tree)
         names += [f"{name}{keystr(path)}" for path, _ in leaves]
@@ -51,12 +51,12 @@ def warn_of_lost_state(
     inputs = {*range(len(names)), *flat.constants}
     bits = {n: 1 << n for n in inputs}
     kind = lambda x: (flat.avals[x].shape, flat.avals[x].dtype)
-    of_kind = collections.defaultdict[Hashable, _Sources](int)
+    of_kind = collections.defaultdict[Hashable, _Bits](int)
     for n in inputs:
         of_kind[kind(n)] |= bits[n]
     sources = dict(bits)
     get = lambda x: 0 if isinstance(x, Constant) else sources[x]
-    renewed, draws = 0, list[tuple[_Sources, int]]()
+    renewed, draws = 0, list[tuple[_Bits, int]]()
     for index, e in enumerate(flat.eqns):
         operands = [get(x) for x in e.inputs]
         sources.update(dict.fromkeys(e.outputs, union := _union(operands)))
@@ -104,11 +104,11 @@ def warn_of_lost_state(
         return
 
 
-def _union(sources: Iterable[_Sources]) -> _Sources:
+def _union(sources: Iterable[_Bits]) -> _Bits:
     return functools.reduce(operator.or_, sources, 0)
 
 
-def _draws(eqn: core.JaxprEqn, operands: Sequence[_Sources]) -> Iterator[_Sources]:
+def _draws(eqn: core.JaxprEqn, operands: Sequence[_Bits]) -> Iterator[_Bits]:
     """Yields the sources of the random numbers that an equation draws."""
     union = _union(operands)
     if eqn.primitive.name in ("random_bits", "random_gamma"):

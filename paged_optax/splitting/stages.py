@@ -22,11 +22,13 @@ def find_stages(cuts: Cuts, members: Mapping[int, Member]) -> dict[int, int]:
     `members` has the name of each parameter within its layer.
     """
     depends = cuts.depends
-    of = {n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order}
+    initial = {
+        n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order
+    }
     for layer, piece in enumerate(_Search(cuts, members).pieces()):
-        of.update(dict.fromkeys(piece, layer))
-    _check_location(cuts, of)
-    return _with_preceding(cuts, of)
+        initial.update(dict.fromkeys(piece, layer))
+    _check_location(cuts, initial)
+    return _with_preceding(cuts, initial)
 
 
 class _Search:
@@ -218,7 +220,7 @@ class _Search:
         return cuts.end
 
 
-def _check_location(cuts: Cuts, of: Mapping[int, int]) -> None:
+def _check_location(cuts: Cuts, initial: Mapping[int, int]) -> None:
     """Raises if parameters are used outside their layer, directly or prepared."""
     depends = cuts.depends
     flat, eqns = depends.flat, depends.flat.eqns
@@ -234,8 +236,8 @@ def _check_location(cuts: Cuts, of: Mapping[int, int]) -> None:
 
     for n in cuts.order:
         for layer in map(layer_of, eqns[n].numbers):
-            if layer is not None and of[n] != layer:
-                after = of[n] == depends.count
+            if layer is not None and initial[n] != layer:
+                after = initial[n] == depends.count
                 raise SplitError(
                     f"parameters of layer {layer} are used"
                     f" {'after all layers' if after else 'in another one'}, at"
@@ -253,7 +255,7 @@ def _check_location(cuts: Cuts, of: Mapping[int, int]) -> None:
             )
 
 
-def _with_preceding(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
+def _with_preceding(cuts: Cuts, initial: Mapping[int, int]) -> dict[int, int]:
     """Moves equations from before the layers into the only layer that uses them.
 
     This applies to an equation that several layers repeat on the same operands, such as
@@ -268,18 +270,18 @@ def _with_preceding(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     # Backward: the layers that need each equation, and the layer if it is the only one.
     for n in reversed(depends.live):
         layers = set[int]().union(*(users[x] for x in eqns[n].outputs))
-        if of.get(n, -1) >= 0:
-            layers = {of[n]}
+        if initial.get(n, -1) >= 0:
+            layers = {initial[n]}
         elif len(layers) == 1 and 0 <= min(layers) < depends.count:
             only[n] = min(layers)
         for x in eqns[n].numbers:
             users[x].update(layers)
     repeated = _repeated(cuts, only)
-    stages, inner = dict(of), set[int]()
+    stages, inner = dict(initial), set[int]()
     size = lambda xs: nbytes([flat.avals[x] for x in xs])
     # Forward, because an equation follows its operands into a layer.
     for n in depends.live:
-        if of.get(n, -1) >= 0:
+        if initial.get(n, -1) >= 0:
             continue
         results, operands = eqns[n].outputs, eqns[n].numbers
         grows = size(results) > max(_SMALL, size(operands))

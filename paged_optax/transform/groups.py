@@ -172,8 +172,8 @@ class LeafStreams:
         # An element-wise leaf is divided as its parameter.
         shards, owner = None, leaf.param_index
         if owner is not None and leaf.program.elementwise:
-            alike = leaf.shape == self.arguments[owner].shape
-            shards = layout.parameter_shards[owner] if alike else None
+            same_shape = leaf.shape == self.arguments[owner].shape
+            shards = layout.parameter_shards[owner] if same_shape else None
         storage = tuple(overwrites), tuple(codecs), tuple(shapes)
         program = LeafProgram(leaf.program, *storage)
         return StreamedLeaf(arrays, program, moments, shards)
