@@ -70,7 +70,7 @@ def test_what_a_step_closed_over_is_freed(train, settings, codec):
         constant = jnp.arange(70_001, dtype=jnp.float32)
         tx = po.paged_adamw(0.1, codec=codec, **SETTINGS)
         train(tx, params, constant, settings)
-        return weakref.ref(constant), weakref.ref(tx.update.__self__)
+        return weakref.ref(constant), weakref.ref(tx.update.args[0])
 
     programs = []
     for _ in range(3):
