@@ -114,7 +114,8 @@ def config_heads(path: pathlib.Path) -> int | None:
 def _decoder_fields(path: pathlib.Path) -> Fields:
     """Fields of a decoder, of which a model of several parts has a `text_config`."""
     fields = Fields(path)
-    if isinstance(part := fields.entries.get("text_config"), dict):
+    part, kind = fields.entries.get("text_config"), fields.entries.get("model_type")
+    if isinstance(part, dict) and part.get("model_type") == f"{kind}_text":
         fields.entries = fields.entries | part
     return fields
 
