@@ -85,10 +85,6 @@ def in_rows(
             units = [codes_per_word(x.codec, -1) for x in moments]
             unit = math.lcm(*units)
     size, count = page_entries(axis_size, unit, bytes_each, page_size)
-    if axis_size % size:
-        # The last page is read, computed and written in turn.
-        size = max(unit, axis_size // (count * unit) * unit)
-        count = -(-axis_size // size)
     larger = min(spare_bytes, 2 * page_size)
     if larger > page_size and pieces_of(size // unit) == 1:
         # Such as 167 rows of words, of the eighth part of Llama 3's embedding.
