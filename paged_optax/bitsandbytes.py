@@ -205,8 +205,7 @@ class _ReadEntry:
                 f"the entry of parameter {self.parameter!r} has no {field!r}: it has"
                 f" {', '.join(sorted(map(str, self.fields)))}."
             )
-        # JAX may read a NumPy array's memory later, when it could be a tensor in use.
-        array = np.array(self.fields[field])
+        array = np.asarray(self.fields[field])
         if not jnp.issubdtype(array.dtype, np.number):
             raise self.error(field, f"is no array of numbers, but of {array.dtype}")
         return array
@@ -221,12 +220,13 @@ class _ReadEntry:
 
     def part(self, leaf: StateLeaf, field: str) -> np.ndarray:
         array, (_, position) = self.array(field), _FIELDS[leaf.field]
-        if position is None:
-            return array
-        if not array.ndim or len(array) <= position:
-            shape = list(array.shape)
-            raise self.error(field, f"has shape {shape}, where two moments are stacked")
-        return array[position]
+        if position is not None:
+            if not array.ndim or len(array) <= position:
+                text = f"has shape {list(array.shape)}, where two moments are stacked"
+                raise self.error(field, text)
+            array = array[position]
+        # JAX may read a NumPy array's memory later, when it could be a tensor in use.
+        return np.array(array)
 
     def moment(self, leaf: StateLeaf) -> PyTree[Array]:
         number, _ = _FIELDS[leaf.field]

@@ -57,7 +57,7 @@ class PagedBuffer:
         if not ratios:
             return cls(pages, x.shape, x.dtype, on_host, None, (), on_host)
         cut = zip(ratios, pages.view, strict=False)
-        view = tuple([-(-index * size // count) for (index, count), size in cut])
+        view = tuple([-(-a * size // b) for (a, b), size in cut])
         raw = None if pages.axis or pages.tiled else _by_unit(pages, view, ratios)
         # Kernels transfer strips, and compute their addresses.
         sliceable = bool(pages.tiled or pages.axis or raw) or not GPU_NEEDS_RAW_INDEX
@@ -84,8 +84,8 @@ class PagedBuffer:
         """Entries of the leaf along the cut axis that share a code word or a scale."""
         if self.view is None:
             return 1
-        index, count = self.ratios[self.pages.axis]
-        return count // math.gcd(index, count)
+        a, b = self.ratios[self.pages.axis]
+        return b // math.gcd(a, b)
 
     def read(self, x: Array, at: Page) -> Array:
         """Reads a page into device memory."""
@@ -129,23 +129,23 @@ class PagedBuffer:
         sizes: list[int] = []
         page_shape = self.pages.page(at.size)
         every = zip(self.pages.starts(at), self.ratios, strict=False)
-        for axis, (start, (index, count)) in enumerate(every):
+        for axis, (start, (a, b)) in enumerate(every):
             if page_shape[axis] == self.pages.view[axis]:
                 starts.append(np.int32(0))
                 sizes.append(self.view[axis])
                 continue
-            if index != count:
-                # The start is a multiple of `count`; a product first might overflow.
-                start = lax.div(start, np.int32(count)) * index
+            if a != b:
+                # The start is a multiple of b; a product first might overflow.
+                start = lax.div(start, np.int32(b)) * a
             starts.append(start)
-            sizes.append(-(-page_shape[axis] * index // count))
+            sizes.append(-(-page_shape[axis] * a // b))
         if self.unit_view:
             _, *rest = self.unit_view
             values = math.prod(sizes)
             starts = [at.first_unit, *[np.int32(0)] * len(rest)]
             return starts, [values // math.prod(rest), *rest]
-        index, count = self.ratios[self.pages.axis]
-        if self.streamed and self.pages.unit * index == count:
+        a, b = self.ratios[self.pages.axis]
+        if self.streamed and self.pages.unit * a == b:
             starts[self.pages.axis] = at.first_unit
         if self.stacked_leaves:
             return [np.int32(0), *starts], [self.stacked_leaves, *sizes]
@@ -178,14 +178,14 @@ def _by_unit(
     Entries of the view are joined, or one is split: if four rows share their codes,
     each row gets a quarter of them.
     """
-    (index, count), (first, *rest) = ratios[0], view
-    if pages.unit * index % count == 0:
-        merged = pages.unit * index // count
+    (a, b), (first, *rest) = ratios[0], view
+    if pages.unit * a % b == 0:
+        merged = pages.unit * a // b
         if first % merged:
             return None
         leading = (first // merged, merged) if merged > 1 else (first,)
         return (*leading, *rest)
-    parts, left = divmod(count, pages.unit * index)
+    parts, left = divmod(b, pages.unit * a)
     if left or math.prod(rest) % parts:
         return None
     return (first * parts, math.prod(rest) // parts)
@@ -203,8 +203,8 @@ def _scales_sliceable(
         return False
     if not pages.tiled:
         return 4 * math.prod(shape) > _FEW_BYTES and sliceable
-    index, count = ratios[pages.axis]
+    a, b = ratios[pages.axis]
     order = tiling.view_layout(shape, len(view))
     return order is not None and tiling.can_slice(
-        view, order, pages.axis, pages.size * index // count, 4
+        view, order, pages.axis, pages.size * a // b, 4
     )

@@ -94,14 +94,14 @@ def exchange(
     current: dict[int, LeafBuffers],
     results: dict[int, LeafBuffers],
     at: Page,
-    next_item: Page,
+    next_at: Page,
     page: dict[int, tuple[Fetched, ...]],
     more: Bool[Array, ""] | None,
 ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
     """Writes the streamed buffers of one page, and fetches the next page's.
 
     `exchanged` has the positions of the arrays that travel both ways. `results` are
-    written at `at`, and the page at `next_item` is returned beside the buffers; if
+    written at `at`, and the page at `next_at` is returned beside the buffers; if
     there is none, `page` is. `more` is True if there is one; None: there always is.
     """
     leaf_count = max(map(len, page.values()), default=1)
@@ -114,15 +114,13 @@ def exchange(
     on_device = on_device if more is None else {}
 
     def fetch(item: _Item) -> Fetched:
-        read = functools.partial(arrays[item[0]].fetch, at=next_item)
+        read = functools.partial(arrays[item[0]].fetch, at=next_at)
         if more is None:
             return read(retained[item])
         return lax.cond(more, read, lambda _: loaded[item], retained[item])
 
-    iterations = _turns(arrays, exchanged, leaf_count)
-    for (sources, targets), after in zip(
-        iterations, iterations[1:] + iterations[:1], strict=True
-    ):
+    turns = _turns(arrays, exchanged, leaf_count)
+    for (sources, targets), after in zip(turns, turns[1:] + turns[:1], strict=True):
         new_pages = {item: fetch(item) for item in sources}
         written = {
             (p, leaf): arrays[p].write(

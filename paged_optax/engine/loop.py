@@ -210,13 +210,13 @@ class Loop:
             # reads of the next page would wait until this one is written.
             iteration, changing, page = carry
             index = iteration * step
-            at, next_item = address(index), address(index + step)
+            at, next_at = address(index), address(index + step)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
             changed = self._write(at, buffers, results, travels=False)
             more = index < last if once else None
             changed, page = exchange(
-                self.arrays, self.exchanged, changed, results, at, next_item, page, more
+                self.arrays, self.exchanged, changed, results, at, next_at, page, more
             )
             return iteration + 1, {p: changed[p] for p in self.targets}, page
 

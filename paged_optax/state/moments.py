@@ -41,8 +41,8 @@ from paged_optax.state.leaves import (
 )
 from paged_optax.state.residency import moved_to
 from paged_optax.state.restore import abstract_state
-from paged_optax.transform.precision import current_master, wider
-from paged_optax.transform.remainders import get_master
+from paged_optax.transform.precision import wider
+from paged_optax.transform.remainders import MASTERS
 from paged_optax.transform.trees import leaf_paths
 
 
@@ -252,14 +252,6 @@ def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
     return moved_to(x, memory_kind(place))
 
 
-#: Computes a parameter's master from its half in the state, by the half's field.
-_MASTERS = {
-    "master": current_master,
-    "remainder": get_master,
-    "remainder_int8": get_master,
-}
-
-
 def master_weights(
     params: optax.Params, state: optax.OptState
 ) -> PyTree[Float[Array, "..."]]:
@@ -293,11 +285,11 @@ def master_weights(
     halves = {
         (leaf.field, key_names(leaf.parameter)): leaf.value
         for leaf in state_leaves_of(as_pure(state), shapes=False)
-        if leaf.field in _MASTERS
+        if leaf.field in MASTERS
     }
 
     def master(path: KeyPath, parameter: Array) -> Array:
-        for field, compute in _MASTERS.items():
+        for field, compute in MASTERS.items():
             half = halves.get((field, key_names(path)))
             if half is not None and half.shape == parameter.shape:
                 return compute(*jax.device_put((parameter, half), DEVICE))

@@ -12,6 +12,7 @@ from paged_optax.backend.text import matching_names, path_name
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, named
 from paged_optax.transform.context import current
+from paged_optax.transform.remainders import MASTERS
 from paged_optax.transform.trees import leaf_paths
 
 #: A value of `paged(codec=...)` for one moment.
@@ -28,9 +29,6 @@ _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 
 #: Names of Optax's moments with negative values.
 _SIGNED = frozenset("m m1 m2 mu trace".split())
-
-#: Names of master weights (see `precision`), which are no moments.
-_MASTERS = frozenset(["master", "remainder", "remainder_int8"])
 
 
 def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
@@ -133,8 +131,8 @@ def coded_moments(
             group = named_by[key]
             if group is None:
                 applies = name == key
-            else:
-                applies = parameters[index] in group and name not in _MASTERS
+            else:  # master weights are no moments
+                applies = parameters[index] in group and name not in MASTERS
             if applies:
                 rule, by_name = candidate, group is None
         if isinstance(rule, Mapping):

@@ -187,7 +187,7 @@ def _geometry(
     """
     layout, stays, parameters = state.layout, state.stays, jax.tree.leaves(state.params)
     first, leaves, platform = len(parameters), layout.leaves, memory.platform()
-    groups: list[list[tuple[LeafUpdate, Shards | None]]] = []
+    groups: list[tuple[list[LeafUpdate], list[MomentFormat], Shards | None]] = []
     # The mesh may be fictitious: leaves on the device are not constrained to it.
     whole = tuple(dataclasses.replace(x, shards=None) for x in leaves)
     layout = dataclasses.replace(layout, leaves=whole)
@@ -201,8 +201,9 @@ def _geometry(
         streams = LeafStreams(analysis, layout, args, counts, [True] * first, moves)
         _, grouped = streams.grouped(Evaluation(analysis, args, constants, counts))
         for _, members in grouped:
-            updates = {i: analysis.leaf_updates[i] for i in members}
-            groups.append([(updates[i], x.shards) for i, x in members.items()])
+            one, *_ = members.values()
+            updates = [analysis.leaf_updates[i] for i in members]
+            groups.append((updates, one.moments, one.shards))
 
     stored = [leaf.stored for leaf in leaves]
     jax.eval_shape(group, stored, parameters, parameters, extras)
@@ -218,10 +219,8 @@ def _geometry(
         }
 
     geometry: dict[int, _PlannedPages] = {}
-    for members in groups:
-        leaf, shards = members[0]
-        formats = [*formats_of(leaf).values()]
-        cut = state.paged.geometry(leaf, formats, shards, len(members))
+    for members, formats, shards in groups:
+        cut = state.paged.geometry(members[0], formats, shards, len(members))
         pages, offloaded = cut.on(platform), sum(x.on_host for x in formats)
         for part in sharing(pages, len(members)):
             both = pages.bidirectional(offloaded * len(members[part]))
@@ -229,9 +228,9 @@ def _geometry(
             # several moments XLA:GPU never did (jax 0.10.2).
             single = offloaded == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
-            number = min(formats_of(members[part][0][0]))
+            number = min(formats_of(members[part][0]))
             planned = _PlannedPages(number, pages, both, flying)
-            for leaf, _ in members[part]:
+            for leaf in members[part]:
                 moments = formats_of(leaf)
                 geometry |= dict.fromkeys(moments, planned)
                 owner = leaf.param_index

@@ -14,7 +14,13 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import BFloat16, Float32, Int, Int32, PyTree
 
-from paged_optax.transform.precision import rounded, update_towards, widened, wider
+from paged_optax.transform.precision import (
+    current_master,
+    rounded,
+    update_towards,
+    widened,
+    wider,
+)
 
 #: The bits of -0, and the lowest int32.
 _LOWEST = np.int32(-(2**31))
@@ -148,6 +154,14 @@ def get_master(param: Array, remainder: PyTree) -> Array:
             " state anew."
         )
     return _further(_wide(param), remainder) if split else param
+
+
+#: Computes a parameter's master from its half in the state, by the half's field.
+MASTERS = {
+    "master": current_master,
+    "remainder": get_master,
+    "remainder_int8": get_master,
+}
 
 
 def _wide(param: BFloat16[Array, "*shape"]) -> Float32[Array, "*shape"]:
