@@ -146,8 +146,8 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
       names a parameter with another.
 
     Raises:
-      ValueError: If an entry, array or step is missing, or does not fit. The message
-        names the parameter and the field.
+      ValueError: If an entry, array or step is missing, does not fit, or has values
+        that no optimizer computes. The message names the parameter and the field.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -232,7 +232,10 @@ class _ReadEntry:
         number, _ = _FIELDS[leaf.field]
         state, absmax, qmap = f"state{number}", f"absmax{number}", f"qmap{number}"
         if not isinstance(leaf.value, Quantized):
-            return self.placed(self.part(leaf, state), leaf.value, state)
+            values = self.part(leaf, state)
+            moment = self.placed(values, leaf.value, state)
+            self.check_values(state, values, "a mean of squares" * (number == "2"))
+            return moment
         codec = _CODECS[number]
         right, entries = dynamic_map(codec.signed), self.array(qmap)
         # PyTorch's linspace rounds differently from release to release.
@@ -247,16 +250,28 @@ class _ReadEntry:
         moment = Quantized(codes, placeholder)
         if dtype_and_shape(codes) == dtype_and_shape(described.codes):
             moment = _arranged_like(leaf.value, moment, codec)
-        return Quantized(
+        moment = Quantized(
             self.placed(moment.codes, leaf.value.codes, state),
             self.placed(moment.scales if fits else scales, leaf.value.scales, absmax),
         )
+        self.check_values(absmax, scales, "each block's largest magnitude")
+        return moment
 
     def placed(self, array: Array | np.ndarray, old: Array, field: str) -> Array:
         if (new := dtype_and_shape(array)) != (holds := dtype_and_shape(old)):
             text = f"would be stored as {new}, and the state holds {holds}"
             raise self.error(field, text)
         return jax.device_put(array, old.sharding)
+
+    def check_values(self, field: str, array: np.ndarray, positive: str) -> None:
+        negative, broken = array < 0, ~np.isfinite(array)
+        if positive and negative.any():
+            text = f"it is {positive}, which is not negative"
+            raise self.error(field, f"holds {array[negative][0]}: {text}")
+        if broken.any():
+            text = "the run had diverged: pass a state that was saved earlier"
+            holds = f"holds {array[broken][0]}, {broken.sum()} of {array.size}"
+            raise self.error(field, f"{holds}: {text}")
 
 
 def _entries(

@@ -163,10 +163,15 @@ def with_automatic_axes(
     # Without an ambient mesh, `auto_axes` depends on the mesh of the shardings.
     like = lambda x: NamedSharding(mesh, spec(x) or PartitionSpec())
     shardings = jax.tree.map(like, results, is_leaf=lambda x: x is None)
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in kinds if kind is AxisType.Explicit)
+    axes = explicit_names(mesh)
     run = jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
     return run(*args)
+
+
+def explicit_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the names of a mesh's explicit axes."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind is AxisType.Explicit)
 
 
 def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:

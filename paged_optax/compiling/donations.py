@@ -182,6 +182,8 @@ def divide_like(
         [(x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(tree))],
     )
     left = [(leaf_types(value), places) for value, places in donated if any(places)]
+    if not left:
+        return results
 
     def divide(result: PyTree) -> PyTree:
         types = leaf_types(result)
@@ -241,12 +243,12 @@ def is_placed(x: object) -> bool:
 
 
 def commit_donated(
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     donated: Chosen,
     host: Mapping[str, jax.ShapeDtypeStruct],
     places: Sequence[Sharding],
-) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """The arguments, with donated arrays committed to the devices of the others.
 
     A step's results are: `jax.jit` would compile for these, and again for them. `host`

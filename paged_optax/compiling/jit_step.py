@@ -156,7 +156,7 @@ class Step:
         return Step, (self._step, self._donated, self._static)
 
     def __get__(
-        self, instance: object, param_index: type | None = None
+        self, instance: object, owner: type | None = None
     ) -> "Step | types.MethodType":
         """Binds a step that is a method to its object."""
         return self if instance is None else types.MethodType(self, instance)
@@ -224,7 +224,9 @@ class Step:
         )
         self._jitted: Any = self._jit()
 
-    def _commit(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Any:
+    def _commit(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         return commit_donated(args, kwargs, self._donated, self._host, self._shardings)
 
     def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:

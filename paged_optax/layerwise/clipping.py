@@ -189,9 +189,9 @@ class HostGradients:
         """Fetches layer i's gradients."""
         pairs = zip(self.stacks, self.dtypes, strict=True)
         gradients = [read_slice(g, i).astype(dtype) for g, dtype in pairs]
-        by_all = self.clipping.clip == "global"
-        norm = self.norm if by_all else self.clipping.measure(gradients).norm
-        return self.clipping.clipped(gradients, norm)
+        clipping = self.clipping
+        norm = clipping.measure(gradients).norm if clipping.by_layer else self.norm
+        return clipping.clipped(gradients, norm)
 
     def clip_leaf(self, n: int, g: Array) -> Array:
         """Clips a gradient of leaf n; outside the layers it is clipped already."""

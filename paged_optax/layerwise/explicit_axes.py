@@ -16,7 +16,11 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.types import is_explicit, with_automatic_axes
+from paged_optax.backend.types import (
+    explicit_names,
+    is_explicit,
+    with_automatic_axes,
+)
 from paged_optax.layerwise.forward import ModelFunctions, check_same_input
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics
 from paged_optax.layerwise.parameters import Partition, stack_length
@@ -120,8 +124,7 @@ def _on_axes(
     model: ModelFunctions, mesh: AbstractMesh, length: int, *types: PyTree
 ) -> ModelFunctions:
     """The model for callers on automatic axes, with its functions on explicit axes."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in kinds if kind is AxisType.Explicit)
+    axes = explicit_names(mesh)
 
     def on(
         function: Callable[..., PyTree], *specs: list[PartitionSpec]

@@ -43,7 +43,7 @@ from paged_optax.layerwise.slices import (
     read_slice,
     write_slice,
 )
-from paged_optax.layerwise.sweep import BackwardPass
+from paged_optax.layerwise.sweep import BackwardPass, for_one
 from paged_optax.layerwise.updates import StepResult, TracedStep
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace, Pending
@@ -119,7 +119,7 @@ def update_after_norm(
     gradients = HostGradients(host, gradient_dtypes(workspace), clipping, norm)
     small = optimizer.layered.small_gradients()
     updated = _update_layers(optimizer, weights, gradients, small)
-    limit = norm if clipping.clip == "global" else rest_measure.norm
+    limit = rest_measure.norm if clipping.by_layer else norm
     by_rest = clipping.clipped(by_rest, limit)
     workspace = totals.stored_in(workspace)
     output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
@@ -293,10 +293,8 @@ def update_next_step(
     weights, others, leaves = _update_rest(step, workspace)
     partition, layered = step.partition, step.optimizer.layered
     if step.overlaps:
-        start = step.model.start(
-            *(weights, _rest(step, weights.stacks, others), batch),
-            lambda function, *args: function(*args),
-        )
+        rest = _rest(step, weights.stacks, others)
+        start = step.model.start(weights, rest, batch, for_one)
         by = partition.combine(
             weights.stacks, partition.others(_pending(workspace).rest)
         )

@@ -58,6 +58,16 @@ def is_stored(node: PyTree) -> bool:
     return is_quantized(node) or isinstance(node, SomeLayers)
 
 
+def stack_of(leaf: PyTree) -> PyTree:
+    """The stack of a leaf of a stacked state."""
+    return leaf.stack if isinstance(leaf, SomeLayers) else leaf
+
+
+def with_stack(leaf: PyTree, stack: PyTree) -> PyTree:
+    """A leaf of a stacked state, with another stack."""
+    return SomeLayers(stack, leaf.present) if isinstance(leaf, SomeLayers) else stack
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerTree:
     """The correspondence between a tree of layers and a tree of stacks.
@@ -150,7 +160,7 @@ class LayerTree:
         stacked = jax.tree.leaves(
             self.stack(numbers, LayerNumbers.create), is_leaf=is_stored
         )
-        return [x.stack if isinstance(x, SomeLayers) else x for x in stacked]
+        return list(map(stack_of, stacked))
 
     def unstack(
         self,

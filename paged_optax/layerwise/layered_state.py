@@ -1,7 +1,7 @@
 """The leaves of parameters and state, and the order of their updates."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
 from paged_optax.layerwise.parameters import Partition, stack_length
 from paged_optax.layerwise.slices import LayerIndex, is_sliced, write_slice
-from paged_optax.transform.trees import parameter_of
+from paged_optax.transform.trees import leaf_paths, parameter_of
 
 Value = TypeVar("Value")
 
@@ -115,7 +115,7 @@ class LayeredState:
         self.partition, self.chunked = partition, tuple(chunked)
         self.shards, self.moment_shards = shards
         self.length = stack_length(partition.layers)
-        paths, self.params = _leaves_by_path(params)
+        paths, self.params = leaf_paths(as_pure(params))
         others = [x.dtype for x in partition.others(partition.rest)]
         dtypes = [x.dtype for x in jax.tree.leaves(gradients)]
         self.gradients = [
@@ -131,7 +131,7 @@ class LayeredState:
         self.numbers = [n for n, inner in enumerate(partition.in_layers) if inner]
         self.numbers += self.chunked
         self.state_structure = jax.tree.structure(state, is_leaf=is_stored)
-        self.state_paths, self._stored = _leaves_by_path(state)
+        self.state_paths, self._stored = leaf_paths(as_pure(state), is_stored)
         self.state: list[Stored] = [
             x.stack if isinstance(x, SomeLayers) else x for x in self._stored
         ]
@@ -209,11 +209,6 @@ class LayeredState:
             for old, x in zip(self._stored, new, strict=True)
         ]
         return unflatten_like(self._args[2], new)
-
-
-def _leaves_by_path(tree: PyTree) -> tuple[list[KeyPath], list[Any]]:
-    flat = jax.tree_util.tree_flatten_with_path(as_pure(tree), is_leaf=is_stored)[0]
-    return [path for path, _ in flat], [x for _, x in flat]
 
 
 def store_small(

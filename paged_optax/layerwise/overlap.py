@@ -111,11 +111,7 @@ class BackwardOverlap:
         # Parameters that were fetched for a layer's gradients stay for its update.
         return self.sink.store(inner, i, gradients), back, state, loaded
 
-    def _inputs(
-        self, slots: Sequence[Stored], k: int, i: LayerIndex | None
-    ) -> GroupInputs:
-        if i is None:
-            return GroupInputs([], [], {})
+    def _inputs(self, slots: Sequence[Stored], k: int, i: LayerIndex) -> GroupInputs:
         return GroupInputs(self.transfers.fetch_moments(slots, k, i), [], {})
 
     def _update(
@@ -145,7 +141,8 @@ class BackwardOverlap:
         state, _, computed = transfers.update(k, state, weights, by, i, computed)
         last = k + 1 == len(self.optimizer.groups)
         after = 0 if last else k + 1
-        inputs = self._inputs(state.slots, after, differentiated if last else i)
+        layer = differentiated if last else i
+        inputs = None if layer is None else self._inputs(state.slots, after, layer)
         state = state._replace(inputs=inputs)
         if next_item is None:
             return state, computed

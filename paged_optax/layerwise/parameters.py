@@ -17,7 +17,7 @@ from paged_optax.backend.memory import (
     DEVICE,
     HOST,
     PINNED_HOST,
-    memory_kinds,
+    default_memory_kind,
     nbytes,
     on_host,
     typed_by_memory,
@@ -211,7 +211,7 @@ def zeros(
 ) -> Array | jax.ShapeDtypeStruct:
     """Zeros on the devices of `like`; a `ShapeDtypeStruct` if `like` is one."""
     sharding = getattr(like, "sharding", None)
-    kind = PINNED_HOST if host else memory_kinds()[0]
+    kind = default_memory_kind(host)
     shards = Shards.of_array(like)
     if shards is not None:
         axes = shards.axes[len(like.shape) - len(shape) :]  # a layer has one fewer

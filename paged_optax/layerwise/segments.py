@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation
+from paged_optax.analysis.program import Constant, Equation, used_values
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
@@ -260,14 +260,8 @@ def in_segments(
     for eqn, size in zip(flat.eqns, work, strict=True):
         if size > _PRODUCT * sum(work) / (len(ends) + 1):
             bound.update(eqn.outputs)
-    last_use = {
-        x: index
-        for index, operands in enumerate(
-            [*(eqn.inputs for eqn in flat.eqns), flat.outputs]
-        )
-        for x in operands
-        if not isinstance(x, Constant)
-    }
+    operands = [*(eqn.numbers for eqn in flat.eqns), used_values(flat.outputs)]
+    last_use = {x: index for index, values in enumerate(operands) for x in values}
     values = dict(flat.constants) | dict(enumerate(jax.tree.leaves(args)))
     read = lambda x: x.value if isinstance(x, Constant) else values[x]
     for index, eqn in enumerate(flat.eqns):
@@ -300,10 +294,10 @@ def _cuts(work: Sequence[float], ends: Sequence[float]) -> list[int]:
 
 def _results(flat: Flat) -> set[int]:
     """The results, and results before a change of shape or dtype."""
-    results = {x for x in flat.outputs if not isinstance(x, Constant)}
+    results = set(used_values(flat.outputs))
     for eqn in reversed(flat.eqns):
         if eqn.primitive.name in _SAME and not results.isdisjoint(eqn.outputs):
-            results.update(x for x in eqn.inputs if not isinstance(x, Constant))
+            results.update(eqn.numbers)
     return results
 
 

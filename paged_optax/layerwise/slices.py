@@ -23,7 +23,7 @@ LayerIndex = Int[Array, ""] | np.int32 | int
 
 Carry = TypeVar("Carry")
 
-#: Loop body of one layer: `body(i, following, carry)` returns the next carry.
+#: Loop body of one layer: `body(i, next_item, carry)` returns the next carry.
 Turn = Callable[[LayerIndex, LayerIndex | None, Carry], Carry]
 
 
@@ -113,15 +113,15 @@ def over_layers(
     prefetches: bool = False,
     makes_room: bool = False,
 ) -> Carry:
-    """Runs `body(i, following, carry)` for each layer, in order.
+    """Runs `body(i, next_item, carry)` for each layer, in order.
 
     Args:
       length: The number of layers.
-      body: Returns the next carry. `following` is the next layer, or None if there is
+      body: Returns the next carry. `next_item` is the next layer, or None if there is
         none or the loop cannot prefetch it.
       carry: The first carry.
       backward: If true, the last layer is first.
-      prefetches: If true, `body` prefetches from the following layer into the carry. An
+      prefetches: If true, `body` prefetches from the next layer into the carry. An
         iteration then runs two layers, because the current slice is still used.
       makes_room: If true, `body` frees the buffers that it fetches into. An iteration
         then runs one layer.

@@ -91,11 +91,11 @@ class BackwardPass:
     ) -> "BackwardPass":
         """Runs the forward pass and the epilogue."""
         if forward is None:
-            apply = _for_each if several else _for_one
+            apply = _for_each if several else for_one
             forward = model.forward(weights, model.start(weights, rest, batch, apply))
         activations, context, stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
-        follows = learned(model, weights, rest, one)
+        follows = model.saves or learned(model, weights, rest, one)
         model_then, loaded, x = model.fetch_rest(rest, activations.x)
         args = loaded, x, activations.kept, batch, before.dtype
         if several:
@@ -244,7 +244,8 @@ class BackwardPass:
         return jax.tree.map(lambda g, x: g.astype(x.dtype), total, rest)
 
 
-def _for_one(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+def for_one(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Calls a function for the only micro-batch."""
     return function(*args)
 
 

@@ -21,10 +21,11 @@ from paged_optax.layerwise.layer_tree import (
     LayerNumbers,
     LayerTree,
     Members,
-    SomeLayers,
     is_stored,
+    stack_of,
     stacked_shape,
     tree_leaves,
+    with_stack,
 )
 from paged_optax.layerwise.same_updates import CrossLayerError, Roles
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
@@ -82,16 +83,11 @@ def _filled(
         put = lambda stack, x, i=i: write(stack, jax.device_put(x, DEVICE)[None], i)
         for n, index in at.items():
             if state[n] is None:
-                stack = like[n].stack if isinstance(like[n], SomeLayers) else like[n]
-                state[n] = jax.tree.map(_zeros, stack, new[index])
+                state[n] = jax.tree.map(_zeros, stack_of(like[n]), new[index])
             state[n] = jax.tree.map(put, state[n], new[index])
         jax.block_until_ready(state)
-    return structure.unflatten(
-        [
-            SomeLayers(x, old.present) if isinstance(old, SomeLayers) else x
-            for x, old in zip(state, like, strict=True)
-        ]
-    )
+    pairs = zip(like, state, strict=True)
+    return structure.unflatten(with_stack(*pair) for pair in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +108,7 @@ class _LayerInit:
     sizes: bool = False
 
     def each_leaf(self, item: Callable[[Array, int | None], PyTree]) -> list[PyTree]:
-        """The own tree's leaves: `each(x, i)` of layer i of a stack; None: the rest."""
+        """The own tree's leaves: `item(x, i)` of layer i of a stack; None: the rest."""
         members, _ = self.tree.stacked
         leaves = [
             item(x, None) if isinstance(m, int) else x

@@ -149,7 +149,7 @@ class Weights:
             return {}  # XLA:GPU packs buffers less well: 32 MiB more on an L4
         by_kind = defaultdict[tuple[tuple[int, ...], DTypeLike], list[int]](list)
         for n, x in enumerate(stacks):
-            if x.ndim == 2 and not on_host(x):
+            if x.ndim == 2:
                 by_kind[x.shape, x.dtype].append(n)
         merged_rows = {}
         for indices in by_kind.values():

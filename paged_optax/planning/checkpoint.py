@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.planning.hugging_face import Fields, config_shapes
+from paged_optax.planning.models import TEXT_ONLY
 
 #: JAX's dtypes by safetensors' names. From
 #: https://docs.rs/safetensors/latest/safetensors/tensor.
@@ -77,10 +78,7 @@ def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
                 packed += int(bits[1]) * math.prod(shape) // 8
     if remaining := [x for x in shapes if _PICTURES.match(x)]:
         size = nbytes([shapes.pop(x) for x in remaining])
-        warn_user(
-            f"{str(paths[0].parent)!r}: {size} bytes of weights that see pictures are"
-            " left out; the decoder's are counted."
-        )
+        warn_user(f"{str(paths[0].parent)!r}: {size} bytes of {TEXT_ONLY}")
     if packed > nbytes(shapes) / 5:  # fewer may be masks
         warn_user(
             f"{str(paths[0].parent)!r}: {packed} bytes of whole numbers, as quantized"

@@ -119,10 +119,12 @@ class Cuts:
         alive = [(first, x) for x in values]
         for place in range(first, region.stop):
             alive += [(place + 1, x) for x in self.results_at([place])]
-        spans = [(start, until(x), nbytes(flat.avals[x])) for start, x in alive]
-        live = lambda at: sum(
-            size for start, stop, size in spans if start <= at <= stop
-        )
+        spans = [
+            (start, end, nbytes(flat.avals[x]))
+            for start, x in alive
+            if (end := until(x)) >= start
+        ]
+        live = lambda at: sum(size for start, end, size in spans if start <= at <= end)
         places = range(first, region.stop + 1)
         return min(reversed(places) if latest else places, key=live)
 

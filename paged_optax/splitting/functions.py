@@ -209,7 +209,7 @@ class SplitFunctions:
         tree = self.loss.frozen if frozen else self.loss.params
         # In the trace the frozen parameters follow the others.
         first = len(jax.tree.leaves(self.loss.params)) if frozen else 0
-        layers = self.split.layers
+        layers, stacked = self.split.layers, self.split.layers.leaves
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
             for (is_frozen, names), stack in layers.stacks.items()
@@ -218,7 +218,7 @@ class SplitFunctions:
         rest = {
             names: n - first
             for n, (is_frozen, names) in enumerate(self.loss.leaves)
-            if is_frozen == frozen and n not in layers.leaves
+            if is_frozen == frozen and n not in stacked
         }
         return Stacking("frozen" if frozen else "params", tree, stacks, rest)
 

@@ -11,7 +11,7 @@ from jax.extend import core
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant
+from paged_optax.analysis.program import Constant, used_values
 from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.splitting.dependence import source_line
@@ -64,7 +64,7 @@ def warn_of_lost_state(
             draws += ((x, index) for x in _draws(e.traced, operands))
         if union & (union - 1):  # of several inputs
             renewed |= union & _union(of_kind[kind(x)] for x in e.outputs)
-    outputs = [x for x in flat.outputs if not isinstance(x, Constant)]
+    outputs = used_values(flat.outputs)
     new_values = (sources[x] & of_kind[kind(x)] & ~bits.get(x, 0) for x in outputs)
     returned = _union(new_values)
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
@@ -73,7 +73,7 @@ def warn_of_lost_state(
     # A number may be an option, such as the label of padding, that metrics depend on.
     arrays = _union(bits[n] for n in inputs if flat.avals[n].shape)
     lost = arrays & (renewed & ~read | closed & returned & ~trained)
-    fixed = closed | (of_argument.get("frozen", 0) & ~returned)
+    fixed = closed | (of_argument["frozen"] & ~returned)
     repeated = [(x, index) for x, index in draws if not x & ~fixed]
     for n in sorted(inputs):
         closed_over = f"a closed-over array, {dtype_and_shape(flat.avals[n])}"

@@ -106,8 +106,8 @@ class Stacking:
         """Converts a state of the stacks to a state of the tree."""
         tree = self.tree
         apart = lambda x: unstack_leaf(x, tree.length)
-        grads = lambda x, axis: unstack_leaf(x, 1, axis)[0]
-        return tree.unstack(state, apart, self._moved(grads))
+        back = lambda x, axis: unstack_leaf(x, 1, axis)[0]
+        return tree.unstack(state, apart, self._moved(back))
 
     def _moved(
         self, move: Callable[[Shaped, int], Shaped]

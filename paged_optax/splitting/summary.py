@@ -52,6 +52,7 @@ def summary(loss: Loss, split: SplitLoss) -> str:
 def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
     """Yields rows of the layers' parameters and of all others, trained and frozen."""
     avals, count = split.pieces.flat.avals, len(split.pieces.kind_indices)
+    stacked = split.layers.leaves
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
         stacks = [x for (part, _), x in split.layers.stacks.items() if part == frozen]
@@ -60,12 +61,13 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
             text = f"{count} x {readable_bytes(size // count)}"
             yield f"{word}, of each layer", f"{len(stacks)} arrays", text
         rest = {
-            "/".join(names): avals[n]
+            n: "/".join(names)
             for n, (part, names) in enumerate(loss.leaves)
-            if part == frozen and n not in split.layers.leaves
+            if part == frozen and n not in stacked
         }
         if rest:
-            yield f"{word}, of no layer", _some([*rest], 3), _size(rest.values())
+            size = _size([avals[n] for n in rest])
+            yield f"{word}, of no layer", _some([*rest.values()], 3), size
 
 
 def _kinds(kind_indices: Sequence[int]) -> str:

@@ -96,11 +96,9 @@ def abstract_state(
     with within(visitor=visitor), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not trace the same one twice.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
-    stored, _ = jax.tree_util.tree_flatten_with_path(
-        as_pure(shapes), is_leaf=is_quantized
-    )
+    stored_paths, stored = leaf_paths(as_pure(shapes), is_quantized)
     paths, likes = leaf_paths(as_pure(params))
-    param_indices = parameter_of([path for path, _ in stored], paths)
+    param_indices = parameter_of(stored_paths, paths)
     # A count committed to one device could not meet parameters on others.
     default = replicated_sharding(likes) or SingleDeviceSharding(jax.devices()[0])
     likes = [
@@ -130,7 +128,7 @@ def abstract_state(
         return _with_sharding(x, typed_by_memory(sharding.with_memory_kind(kind)))
 
     placed = []
-    for (_, x), param_index in zip(stored, param_indices, strict=True):
+    for x, param_index in zip(stored, param_indices, strict=True):
         param = None if param_index is None else likes[param_index]
         placed.append(jax.tree.map(lambda x, p=param: place(x, p), x))
     return unflatten_like(shapes, placed)

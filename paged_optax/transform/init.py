@@ -26,8 +26,8 @@ from paged_optax.backend.memory import (
     DEVICE,
     HOST,
     PINNED_HOST,
+    default_memory_kind,
     donate_within_memory,
-    memory_kinds,
     nbytes,
     on_host,
     replicated_sharding,
@@ -313,7 +313,7 @@ class NewState:
             if sharding is not None:
                 # A parameter may be on the host, as an offloaded layer is.
                 if host or (like is not None and on_host(like)):
-                    kind = PINNED_HOST if host else memory_kinds()[0]
+                    kind = default_memory_kind(host)
                     sharding = sharding.with_memory_kind(kind)
                 return jax.device_put(x, sharding)
             # The default device, and the memory alone.

@@ -118,11 +118,13 @@ class StoredLeaf:
             field = of_one_part(field)
         alike = _layout_kinds(stored) == _layout_kinds(self.stored)
         if not alike or (field != "codes" and field != self.codes_field):
+            coded = isinstance(self.stored, Quantized)
+            place = f" in {self.codes_field!r}" if coded else ""
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
-                f" {self.codec!r} stores {self.stored}: pass the codec that the state"
-                " was made with, or make the state with this transformation's own init,"
-                " for parameters divided as these are."
+                f" {self.codec!r} stores {self.stored}{place}: pass the codec that the"
+                " state was made with, or make the state with this transformation's own"
+                " init, for parameters divided as these are."
             )
         shapes, structure = jax.tree.flatten(self.stored)
         return structure.unflatten(map(reshaped_like, jax.tree.leaves(stored), shapes))

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +60,11 @@ def as_arrays(tree: PyTree) -> PyTree[Parameter]:
     return jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), tree)
 
 
-def leaf_paths(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:
+def leaf_paths(
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> tuple[list[KeyPath], list[PyTree]]:
     """Returns the paths of the leaves, and the leaves."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     return [path for path, _ in flat], [leaf for _, leaf in flat]
 
 

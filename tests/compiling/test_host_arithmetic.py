@@ -11,7 +11,7 @@ import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import on_device, square, state_on
 from helpers.reference import SMALL_PAGES
-from helpers.small import TX, read_step, small
+from helpers.small import TX, make_step, small
 from paged_optax.backend.platforms import GPU_COPIES_FOR_CONDITIONALS
 from paged_optax.compiling import host_arithmetic
 from paged_optax.compiling.host_arithmetic import reaches_host, warn_of_host_compute
@@ -33,7 +33,7 @@ def traced(tx, wrapper="", params=None):
     gradients = params = small() if params is None else params
     if wrapper == "lookahead":
         params = optax.LookaheadParams.init_synced(params)
-    step = read_step(("params", "state"), ("params", "state"), tx)
+    step = make_step(("params", "state"), ("params", "state"), tx)
     return jax.make_jaxpr(step)(params, tx.init(params), gradients)
 
 
@@ -118,7 +118,7 @@ def test_no_transformation_of_ours_is_warned_of(paging):
 def test_jit_step_warns_before_xla_fails():
     params = square(2)
     tx = optax.MultiSteps(po.paged_adamw(1e-3), 4)
-    step = read_step(("params", "state"), ("params", "state"), tx)
+    step = make_step(("params", "state"), ("params", "state"), tx)
 
     def build(mesh):
         params_there = on_device(mesh, params)

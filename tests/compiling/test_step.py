@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import paged_optax as po
 from helpers.reference import SMALL_PAGES, assert_equal, kinds
-from helpers.small import ALL_PAGED, DEVICE, ORDERS, TX, read_step, small
+from helpers.small import ALL_PAGED, DEVICE, ORDERS, TX, make_step, small
 from paged_optax.compiling.donations import aliases
 
 
@@ -38,7 +38,7 @@ def test_every_order_of_arguments(arguments, results, devices):
     made = {"params": place(small()), "state": tx.init(place(small()))}
     example = (*(made[name] for name in arguments), place(small()))
     step = po.jit_step(
-        read_step(arguments, results, tx), *example, donate_argnums=(0, 1)
+        make_step(arguments, results, tx), *example, donate_argnums=(0, 1)
     )
     # Before it runs: a buffer handed to the wrong memory ends the process on CPU.
     flat, _ = jax.tree.flatten(example)
@@ -50,7 +50,7 @@ def test_every_order_of_arguments(arguments, results, devices):
         assert outputs[output].memory_kind == kind, (output, argument)
 
     wanted = {"params": small(), "state": optax.adam(1e-2).init(small())}
-    plain = jax.jit(read_step(arguments, results, optax.adam(1e-2)))
+    plain = jax.jit(make_step(arguments, results, optax.adam(1e-2)))
     for number in range(3):
         old = made
         made = run(step, arguments, results, made, place(small(number)))
@@ -103,7 +103,7 @@ def test_shapes_are_enough_for_an_example():
     arguments = (small(), TX.init(small()), small(1))
     order = ("params", "state")
     step = po.jit_step(
-        read_step(order, order), *shapes(arguments), donate_argnums=(0, 1)
+        make_step(order, order), *shapes(arguments), donate_argnums=(0, 1)
     )
     params, state = step(*arguments)
     assert kinds(params) == [DEVICE, DEVICE]
@@ -114,7 +114,7 @@ def test_without_donation_nothing_is_consumed():
     order = ("params", "state")
     params, state = small(), TX.init(small())
     with pytest.warns(UserWarning, match="nothing is donated.*donate_argnames"):
-        step = po.jit_step(read_step(order, order), params, state, params)
+        step = po.jit_step(make_step(order, order), params, state, params)
     first, second = step(params, state, params), step(params, state, params)
     assert_equal(first, second)
     assert kinds(first[1]) == ALL_PAGED
@@ -295,7 +295,7 @@ def test_report_of_a_step():
     order = ("params", "state")
     params, state = small(), TX.init(small())
     step = po.jit_step(
-        read_step(order, order), params, state, params, donate_argnums=(0, 1)
+        make_step(order, order), params, state, params, donate_argnums=(0, 1)
     )
     report = po.memory_report(step.compiled)
     size = sum(x.nbytes for x in jax.tree.leaves((params, state, params)))

@@ -26,6 +26,7 @@ from paged_optax.backend.platforms import (
 from paged_optax.engine import loop
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.loop import Loop
+from paged_optax.engine.sharing import MomentFormat, cut
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
@@ -114,6 +115,21 @@ def test_eight_bits_on_a_tpu():
     """64 pages of 1 MiB."""
     tx = po.paged_adamw_8bit(1e-3)
     assert compiled(aot.v5e, tx, square(2), pages=64)[1] <= 1.10
+
+
+@pytest.mark.compiler
+@_ON_GPU
+def test_a_smaller_last_page_is_read_and_written_exactly():
+    """4099 rows: full pages, read one page ahead, and what does not fill one."""
+    params = leaf_shapes({"w": (4099, 4096)})
+    report = aot.h200(updating(po.paged_adamw(1e-3), params))
+    assert_in_place(report)
+    pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4))).gpu
+    assert pages.axis_size % pages.size
+    page = 4 * pages.entries
+    places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
+    ends = aot.ends(pages, page)
+    assert places == {("read", page, page), ("write", 0, page), *ends}
 
 
 @pytest.mark.compiler

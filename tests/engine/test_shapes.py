@@ -231,3 +231,14 @@ def test_orbax(tmp_path, inside):
         checkpointer.save(tmp_path / "saved", saved)
     (found,) = jax.tree.leaves(checkpoint_shapes(tmp_path / "saved"))
     assert (found.shape, found.dtype) == ((8, 4), jnp.bfloat16)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read: it is no file"):
+        checkpoint_shapes(tmp_path / "missing")
+    with pytest.raises(ValueError, match="no Orbax checkpoint"):
+        checkpoint_shapes(tmp_path)
+    path = pathlib.Path(tmp_path / "text.safetensors")
+    path.write_text("no header at all, but text")
+    with pytest.raises(ValueError, match="holds no JSON"):
+        checkpoint_shapes(path)

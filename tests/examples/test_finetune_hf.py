@@ -188,7 +188,7 @@ BROKEN = {
     "heads": (_config(num_attention_heads=3), "config.json cannot be used"),
     "no norm": (
         _config(rms_norm_eps=None),
-        "cannot be used: Validation error for field",
+        "cannot be used: Validation error for field 'rms_norm_eps'",
     ),
     "two ropes": (
         _config(rope_scaling={"rope_type": "linear"}),

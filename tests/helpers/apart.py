@@ -66,5 +66,5 @@ def answer(outcome: Callable[[str], Any]) -> None:
 
 def break_by_name(breakages: Breakages) -> None:
     """Breaks what the variable `BROKEN` names, in this process."""
-    param_index, method, broken = breakages[os.environ["BROKEN"]]
-    setattr(param_index, method, broken(getattr(param_index, method)))
+    owner, method, broken = breakages[os.environ["BROKEN"]]
+    setattr(owner, method, broken(getattr(owner, method)))

@@ -29,7 +29,7 @@ class Leaf:
     Attributes:
       shape: Its shape.
       codec: What stores it, or None.
-      owner: The number of its parameter, or None.
+      param_index: The number of its parameter, or None.
     """
 
     shape: tuple[int, ...]

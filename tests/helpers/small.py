@@ -20,7 +20,7 @@ def small(seed=0, dtype=jnp.float32, shapes=SHAPES):
     return arrays(dtype, seed, shapes)
 
 
-def read_step(arguments, results, tx=TX):
+def make_step(arguments, results, tx=TX):
     """A training step with its arguments and results in a given order."""
 
     def step(first, second, gradients):

@@ -77,7 +77,7 @@ class Wrapper:
     Attributes:
       wrap: Wraps what a `Make` makes.
       twin: Optax's wrapper of the same semantics; itself where it is Optax's.
-      happens: Whether a step, by its number, reaches the wrapped transformation.
+      enabled: Whether a step, by its number, reaches the wrapped transformation.
       inner: The wrapped transformation's state.
       not_finite: The steps whose gradients are not finite.
       hands_through: Whether a skipped step's updates are its gradients; else zero.

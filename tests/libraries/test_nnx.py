@@ -96,7 +96,7 @@ def gradients_of(params, number):
     return jax.tree.map(lambda x: jnp.asarray(place(x)), params)
 
 
-def read_step(way, model, optimizer, gradients):
+def make_step(way, model, optimizer, gradients):
     """A step that updates in place, whatever compiles it."""
     update = lambda model, optimizer, gradients: optimizer.update(model, gradients)
     if way == "eager":
@@ -130,7 +130,7 @@ def test_ten_steps(model, codec, way):
             pure = gradients_of(params, number)
             gradients = nnx.state(module, wrt)
             nnx.replace_by_pure_dict(gradients, pure)
-            step = step or read_step(way, module, optimizer, gradients)
+            step = step or make_step(way, module, optimizer, gradients)
             module, optimizer = step(module, optimizer, gradients)
             updates, state = update(pure, state, params)
             params = optax.apply_updates(params, updates)

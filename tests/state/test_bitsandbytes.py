@@ -79,6 +79,18 @@ def test_bitsandbytes_state():
     again = po.from_bitsandbytes(blank, entries)
     reference.assert_equal(again, state)
     assert reference.kinds(again) == reference.kinds(state)
+    for field, name in (("absmax2", "even"), ("state2", "small")):
+        kept = entries[name][field]
+        entries[name][field] = np.resize(np.float32([np.nan, -1]), kept.shape)
+        with pytest.raises(ValueError, match=f"'{field}' of .* '{name}' holds -1.0"):
+            po.from_bitsandbytes(blank, entries)
+        entries[name][field] = kept.copy()
+        for broken in (np.nan, np.inf):
+            entries[name][field].flat[-1] = broken
+            words = f"'{field}' of .* '{name}' holds {broken}, 1 of .* saved earlier"
+            with pytest.raises(ValueError, match=words):
+                po.from_bitsandbytes(blank, entries)
+        entries[name][field] = kept
 
 
 def test_every_count_of_ademamix_comes_back():

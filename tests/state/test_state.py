@@ -26,7 +26,7 @@ from helpers.small import (
     ORDERS,
     TX,
     counting,
-    read_step,
+    make_step,
     small,
 )
 
@@ -166,9 +166,9 @@ def test_inner_update_is_traced_once_a_call(leaves, jit):
 @pytest.mark.parametrize("arguments", ORDERS, ids="-".join)
 def test_donation_of_anything_in_any_order(arguments, results, donated):
     """`jax.jit` alone would pair moments on the host with parameters."""
-    step = jax.jit(read_step(arguments, results), donate_argnums=donated)
+    step = jax.jit(make_step(arguments, results), donate_argnums=donated)
     made = {"params": small(), "state": TX.init(small())}
-    plain = jax.jit(read_step(arguments, results, optax.adam(1e-2)))
+    plain = jax.jit(make_step(arguments, results, optax.adam(1e-2)))
     wanted = {"params": small(), "state": optax.adam(1e-2).init(small())}
     for number in range(3):
         old, gradients = made, small(number)
@@ -229,7 +229,7 @@ def test_the_state_alone_is_donated_on_a_mesh(axis_type):
             {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 8))}, split
         )
         tx = po.paged_adam(1e-2, **SMALL_PAGES)
-        state, step = tx.init(params), read_step(*ORDERS[::-1], tx)
+        state, step = tx.init(params), make_step(*ORDERS[::-1], tx)
         step = jax.jit(step, donate_argnums=0)
         for _ in range(2):
             old = state
@@ -246,7 +246,7 @@ def test_the_state_alone_is_donated_on_accelerators(compile_for):
         device, _ = aot.placements(mesh)
         params = {"a": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=device)}
         tx = po.paged_adamw(1e-3, page_size=2**20, min_paged_size=0)
-        step = read_step(*ORDERS[::-1], tx)
+        step = make_step(*ORDERS[::-1], tx)
         state = state_on(mesh, tx, params)
         return jax.jit(step, donate_argnums=0), (state, params, params)
 

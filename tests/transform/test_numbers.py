@@ -163,3 +163,80 @@ def test_numpy_parameters_and_gradients():
     tx = po.paged_adamw(1e-2, **SMALL_PAGES)
     wanted = tx.update(given, tx.init(given), given)
     assert_equal(tx.update(params, tx.init(params), params), wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size", "count"),
+    [
+        ((4099, 17), "16KiB", 18),  # a last page of fewer rows
+        ((100_003,), "64KiB", 7),  # one long axis
+        ((2, 3, 64, 33), "4KiB", None),  # leading axes become rows
+        ((5, 40_000), "8KiB", None),  # a row longer than a page
+        ((8, 7, 31), "4KiB", None),
+    ],
+)
+def test_shapes_of_several_pages(shape, page_size, count):
+    params = arrays(shapes={"w": shape})
+    paged = po.paged_lion(1e-2, page_size=page_size, min_paged_size=0)
+    (mu,) = (x for x in po.plan(paged, params).moments if x.on_host)
+    assert mu.pages == count if count else mu.pages > 1
+    assert compare(optax.lion(1e-2), paged, params, 3) == {
+        "state": {},
+        "parameters": {},
+    }
+
+
+@pytest.mark.slow
+def test_page_size_changes_no_bit_of_the_state():
+    params = arrays(shapes={"w": (700, 1024), "v": (300_001,)})
+    runs = []
+    for size, pages in (("64KiB", 19), ("1MiB", 2), ("1GiB", 1)):
+        tx = po.paged_adamw(1e-2, page_size=size, min_paged_size=0)
+        assert po.plan(tx, params).moments[1].pages == pages
+        runs.append(list(steps(tx, params, 3))[-1])
+    for _, found, state in runs[1:]:
+        assert_equal(state, runs[0][2])
+        # A leaf that is one page is fused otherwise (jax 0.10.2): see `ROUNDED`.
+        chex.assert_trees_all_close(found, runs[0][1], rtol=1e-6, atol=1e-7)
+
+
+def test_zero_size_leaves():
+    params = arrays(shapes={"a": (0,), "b": (0, 128), "c": (128, 0), "w": (64, 33)})
+    for tx, paged in (
+        (optax.lion(1e-2), po.paged_lion(1e-2, **SMALL_PAGES)),
+        (optax.lars(1e-2), po.paged_lars(1e-2, **SMALL_PAGES)),
+    ):
+        assert compare(tx, paged, params, 3) == {"state": {}, "parameters": {}}
+
+
+@pytest.mark.slow
+def test_bfloat16_gradients_of_float32_parameters():
+    params = arrays()
+    paged = po.paged_adamw(1e-2, **SMALL_PAGES)
+    found = compare(
+        optax.adamw(1e-2),
+        paged,
+        params,
+        5,
+        gradients=lambda number: arrays(jnp.bfloat16, seed=number),
+    )
+    updates, _ = paged.update(arrays(jnp.bfloat16), paged.init(params), params)
+    # The widening of a gradient is fused otherwise too, which moves a contraction.
+    assert max(found["state"].values(), default=0) <= 1
+    assert max(found["parameters"].values(), default=0) <= 4
+    chex.assert_trees_all_equal_dtypes(updates, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alias", ["paged_adamw", "paged_sgd", "paged_lamb"])
+def test_eager_equals_jitted(alias):
+    shapes = {x: SHAPES[x] for x in ("scalar", "seven", "odd")}
+    optimizer, kwargs = ALIASES[alias]
+    paged = getattr(po, alias)(1e-2, **kwargs, **SMALL_PAGES)
+    params = arrays(shapes=shapes)
+    jitted = list(steps(paged, params, 5))[-1]
+    eager = list(steps(paged, params, 5, jit=lambda f: f))[-1]
+    assert_equal(eager, jitted)
+    # Eager Optax rounds after every operation, so that nothing contracts.
+    reference = list(steps(optimizer(1e-2, **kwargs), params, 5, jit=lambda f: f))[-1]
+    chex.assert_trees_all_close(eager, reference, rtol=2e-6, atol=1e-6)

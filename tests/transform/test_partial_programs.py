@@ -148,8 +148,14 @@ def host_transfers(program):
 def flag_above(program, computation):
     """The Boolean argument that bounds the outermost loop around a computation."""
     bound = bound_of(program, loop_around(program, computation)).values()
-    (flag,) = (x for x in bound if x.operation == "parameter" and "pred[]" in x.types)
+    (flag,) = (x for x in bound if x.operation == "parameter")
+    assert "pred[]" in flag.types
+    assert {x.operation for x in bound} <= _SAME_FLAG, bound
     return flag.name
+
+
+#: Operations that leave a flag what it was.
+_SAME_FLAG = {"parameter", "convert", "copy", "fusion", "bitcast", "copy-done"}
 
 
 @pytest.mark.compiler
