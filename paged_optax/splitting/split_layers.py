@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import running_statistics
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import shape_dtype
+from paged_optax.backend.types import shape_dtype, without_explicit_axes
 from paged_optax.backend.validation import (
     check_arrays,
     check_function,
@@ -184,6 +184,12 @@ class SplitModel(LayerwiseModel):
         x = self._functions.for_types(full(params), full(frozen))
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
+
+    def _loss(self, *args: Any) -> PyTree:
+        # The trace has no axes. On the explicit axes of an ambient mesh its jaxprs, such
+        # as an unrolled scan in a scanned layer, would mix two types (jax 0.10.2).
+        with without_explicit_axes():
+            return super()._loss(*args)
 
     def stack_state(self, state: PyTree) -> PyTree:
         """Converts the state of an ordinary step to the state of a layerwise step.

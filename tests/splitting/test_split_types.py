@@ -4,6 +4,7 @@ import gc
 import warnings
 import weakref
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +132,23 @@ def test_parameters_made_before_the_mesh(kind, on_host):
             w = stacked["layers"]["w"]
             assert isinstance(w, np.ndarray) or len(w.sharding.device_set) == 8
             jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), arrays)
+
+
+def test_a_scan_within_a_scan_on_explicit_axes():
+    """Unrolled, it writes rows of one type into rows of another, if both see the mesh."""
+
+    def layer(x, w):
+        mix = lambda h, row: (0.5 * h + row, jnp.tanh(h + row))
+        return jax.lax.scan(mix, jnp.zeros(8), x @ w, unroll=2)[1], None
+
+    loss = lambda stack, x: jnp.mean(jax.lax.scan(layer, x, stack)[0] ** 2)
+    stack, x = weights(3, 8, 8), weights(5, 8)
+    theirs = jax.jit(jax.value_and_grad(loss))(stack, x)
+    model = po.split_layers(loss, stack, x)
+    ours = lambda stack: model.loss(model.stack(stack), x)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), (AxisType.Explicit,))):
+        found = jax.jit(jax.value_and_grad(ours))(stack)
+    chex.assert_trees_all_close(found, theirs, rtol=1e-5)
 
 
 def bare(layers, x):
