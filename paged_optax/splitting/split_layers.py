@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -185,11 +185,11 @@ class SplitModel(LayerwiseModel):
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 
-    def _loss(self, *args: Any) -> PyTree:
-        # The trace has no axes. On the explicit axes of an ambient mesh its jaxprs, such
-        # as an unrolled scan in a scanned layer, would mix two types (jax 0.10.2).
+    def _loss(self, layers: str, params: PyTree, *frozen_and_batch: PyTree) -> PyTree:
+        # The trace has no axes. On the explicit axes of an ambient mesh its jaxprs, as
+        # an unrolled scan in a scanned layer, would mix two types (jax 0.10.2).
         with without_explicit_axes():
-            return super()._loss(*args)
+            return super()._loss(layers, params, *frozen_and_batch)
 
     def stack_state(self, state: PyTree) -> PyTree:
         """Converts the state of an ordinary step to the state of a layerwise step.

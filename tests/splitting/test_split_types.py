@@ -135,7 +135,7 @@ def test_parameters_made_before_the_mesh(kind, on_host):
 
 
 def test_a_scan_within_a_scan_on_explicit_axes():
-    """Unrolled, it writes rows of one type into rows of another, if both see the mesh."""
+    """Unrolled, it would write rows of one type into rows of another."""
 
     def layer(x, w):
         mix = lambda h, row: (0.5 * h + row, jnp.tanh(h + row))
