@@ -273,11 +273,11 @@ def _send_to_host(
 
     if count > 1 and workspace.on_device:
         measure = clipping.zero
-        host, stacks, back = layers.run(visit_on_device, host)
+        host, stacks, cts = layers.run(visit_on_device, host)
     else:
         start = clipping.zero, host, workspace
-        (measure, host, workspace), stacks, back = layers.run(visit, start)
-    total = jax.tree.map(lambda x: x / divisor, layers.rest_gradients(back))
+        (measure, host, workspace), stacks, cts = layers.run(visit, start)
+    total = jax.tree.map(lambda x: x / divisor, layers.rest_gradients(cts))
     if by_rest is not None:
         by_rest = by_rest if scale is None else scaled(by_rest, scale)
         total = jax.tree.map(jnp.add, by_rest, total)

@@ -74,13 +74,13 @@ class BackwardOverlap:
         prefetched = weights.prefetch(stacks[: len(layers.stacks)], last - 1)
         state = InFlight(slots, stacks, inputs, prefetched)
         x, dkept = layers.read(last)
-        back = layers.first_gradients(dx)
-        results = layers.pull(slices, x, back, dkept, jnp.int32(last))
-        state, (gradients, back) = transfers.wait(-1, state, results)
-        carry, back, state, offloaded = over_layers(
+        cts = layers.first_gradients(dx)
+        results = layers.pull(slices, x, cts, dkept, jnp.int32(last))
+        state, (gradients, cts) = transfers.wait(-1, state, results)
+        carry, cts, state, offloaded = over_layers(
             last,
             functools.partial(self._turn, vectors),
-            (self.sink.store(start, last, gradients), back, state, offloaded),
+            (self.sink.store(start, last, gradients), cts, state, offloaded),
             backward=True,
             prefetches=weights.prefetches,
             makes_room=True,
@@ -88,7 +88,7 @@ class BackwardOverlap:
         by = self.sink.read(carry, 0)
         update = functools.partial(self._update, 0, None, None, offloaded, by)
         state = transfers.update_all(state, update)
-        return carry._replace(slots=state.slots), state.stacks, back
+        return carry._replace(slots=state.slots), state.stacks, cts
 
     def _turn(
         self,
@@ -98,18 +98,18 @@ class BackwardOverlap:
         carry: _BackwardCarry,
     ) -> _BackwardCarry:
         """Differentiates layer i, and updates layer i + 1."""
-        (inner, back, state, offloaded), layers = carry, self.layers
+        (inner, cts, state, offloaded), layers = carry, self.layers
         state, slices = self.transfers.read(state, i, vectors)
         loaded = state.weights
         layer, by = i + 1, self.sink.read(inner, i + 1)
         update = functools.partial(self._update, layer, i, next_item, offloaded, by)
         x, dkept = layers.read(i)
-        args, sizes = (slices, x, back, dkept, i), self.transfers.moment_bytes
-        state, (gradients, back) = self.transfers.overlapping(
+        args, sizes = (slices, x, cts, dkept, i), self.transfers.moment_bytes
+        state, (gradients, cts) = self.transfers.overlapping(
             layers.pull, args, state, update, sizes
         )
         # Parameters that were fetched for a layer's gradients stay for its update.
-        return self.sink.store(inner, i, gradients), back, state, loaded
+        return self.sink.store(inner, i, gradients), cts, state, loaded
 
     def _inputs(self, slots: Sequence[Stored], k: int, i: LayerIndex) -> GroupInputs:
         return GroupInputs(self.transfers.fetch_moments(slots, k, i), [], {})

@@ -130,16 +130,16 @@ class BackwardPass:
         def body(
             i: LayerIndex, next_item: LayerIndex | None, carry: _PassCarry[Carry]
         ) -> _PassCarry[Carry]:
-            inner, back, stacks, prefetched = carry
+            inner, cts, stacks, prefetched = carry
             slices = weights.slices(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, next_item)
             x, dkept = self.read(i)
-            gradients, back = self.pull(slices, x, back, dkept, i)
+            gradients, cts = self.pull(slices, x, cts, dkept, i)
             slices = slices[: len(stacks)]
             # XLA:CPU would fuse the products into the update, and copy the stacks.
-            values = gradients, slices, back
-            gradients, slices, back = on_cpu(lax.optimization_barrier, values)
-            gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
+            values = gradients, slices, cts
+            gradients, slices, cts = on_cpu(lax.optimization_barrier, values)
+            gradients, cts, prefetched = _with_prefetched(gradients, cts, prefetched)
             inner, new = visit(inner, i, slices, gradients)
             if all(a is b for a, b in zip(new, slices, strict=True)):
                 stacks, _ = written_back(stacks, slices, i)
@@ -148,20 +148,20 @@ class BackwardPass:
             if weights.prefetches:
                 # An iteration has two layers. The second one's moments wait for the
                 # first one's.
-                inner, back = lax.optimization_barrier((inner, back))
-            return inner, back, stacks, prefetched
+                inner, cts = lax.optimization_barrier((inner, cts))
+            return inner, cts, stacks, prefetched
 
         vectors = weights.vectors(self.stacks)
         prefetched = weights.prefetch(self.stacks, weights.length - 1)
-        back = self.first_gradients(self.epilogue.by_output)
-        carry, back, stacks, _ = over_layers(
+        cts = self.first_gradients(self.epilogue.by_output)
+        carry, cts, stacks, _ = over_layers(
             weights.length,
             body,
-            (start, back, self.stacks, prefetched),
+            (start, cts, self.stacks, prefetched),
             backward=True,
             prefetches=weights.prefetches,
         )
-        return carry, stacks, back
+        return carry, stacks, cts
 
     def first_gradients(self, by_output: list[Array]) -> PrologueGradients:
         """The gradients before the last layer's: zeros for the context."""
@@ -178,13 +178,13 @@ class BackwardPass:
         self,
         slices: Sequence[Array],
         x: PyTree[Array],
-        back: PrologueGradients,
+        cts: PrologueGradients,
         dkept: list[Array],
         i: LayerIndex,
     ) -> tuple[PyTree[Array], PrologueGradients]:
         """Computes the gradients of layer i, by its parameters and by its input."""
         weights, frozen = self.weights.of(slices)
-        dx, dcontext = back
+        dx, dcontext = cts
 
         def pull(
             x: PyTree, context: PyTree, dx: list[Array], dkept: list[Array]
@@ -221,16 +221,16 @@ class BackwardPass:
         gradients, (dx, new) = lax.scan(one, zeros, (x, self.context, dx, dkept))
         return gradients, PrologueGradients(dx, add(new))
 
-    def rest_gradients(self, back: PrologueGradients) -> Rest:
+    def rest_gradients(self, cts: PrologueGradients) -> Rest:
         """Adds the prologue's gradients to the epilogue's, for the other parameters.
 
         They have the parameters' dtypes, unless the workspace's dtype is wider.
         """
-        by_rest, back = fetch_after(self.epilogue.by_rest, back)
-        model, rest, back = self.model.fetch_rest(self.rest, back)
-        pull = lambda batch, back: model.pull_prologue(rest, batch, self.learned, back)
+        by_rest, cts = fetch_after(self.epilogue.by_rest, cts)
+        model, rest, cts = self.model.fetch_rest(self.rest, cts)
+        pull = lambda batch, cts: model.pull_prologue(rest, batch, self.learned, cts)
         if not self.several:
-            return jax.tree.map(jnp.add, by_rest, pull(self.batch, back))
+            return jax.tree.map(jnp.add, by_rest, pull(self.batch, cts))
 
         def one(
             total: Rest, args: tuple[PyTree, PrologueGradients]
@@ -238,7 +238,7 @@ class BackwardPass:
             add = lambda s, g: s + g.astype(s.dtype)
             return jax.tree.map(add, total, pull(*args)), None
 
-        total = lax.scan(one, by_rest, (self.batch, back))[0]
+        total = lax.scan(one, by_rest, (self.batch, cts))[0]
         if self.dtypes != [x.dtype for x in self.weights.stacks]:
             return total
         return jax.tree.map(lambda g, x: g.astype(x.dtype), total, rest)
@@ -316,7 +316,7 @@ def _give_up_rest(
 
 
 def _with_prefetched(
-    gradients: PyTree[Array], back: PrologueGradients, prefetched: Prefetched
+    gradients: PyTree[Array], cts: PrologueGradients, prefetched: Prefetched
 ) -> tuple[PyTree[Array], PrologueGradients, Prefetched]:
     """Binds each prefetched matrix to the same matrix's gradient of this layer.
 
@@ -331,5 +331,5 @@ def _with_prefetched(
         # there. Otherwise XLA would copy the stack.
         flat[n], trained[n] = lax.optimization_barrier((flat[n], x))
     if frozen:
-        back, frozen = lax.optimization_barrier((back, frozen))
-    return structure.unflatten(flat), back, trained | frozen
+        cts, frozen = lax.optimization_barrier((cts, frozen))
+    return structure.unflatten(flat), cts, trained | frozen

@@ -175,12 +175,12 @@ def update_at_once(
     small = layered.small_gradients()
     start = WorkspaceCarry(clipping.zero, layered.slots, workspace, small)
     if step.overlaps:
-        carry, stacks, back = BackwardOverlap(optimizer, layers, sink).run(start)
+        carry, stacks, cts = BackwardOverlap(optimizer, layers, sink).run(start)
     else:
-        carry, stacks, back = _backward_in_turn(optimizer, layers, sink, start)
+        carry, stacks, cts = _backward_in_turn(optimizer, layers, sink, start)
     limit = norm
     if limit is None:
-        by_rest = layers.rest_gradients(back)
+        by_rest = layers.rest_gradients(cts)
         rest_measure = clipping.measure(by_rest)
         # XLA copies gradients that an update overwrites before they are measured.
         rest_measure, by_rest = lax.optimization_barrier((rest_measure, by_rest))
@@ -222,8 +222,8 @@ def _measured_first(
         measure + clipping.measure(gradients),
         slices,
     )
-    measure, stacks, back = layers.run(add, clipping.zero)
-    by_rest = layers.rest_gradients(back)
+    measure, stacks, cts = layers.run(add, clipping.zero)
+    by_rest = layers.rest_gradients(cts)
     measure = measure + clipping.measure(by_rest)
     # XLA would merge the second pass with the first.
     norm, stacks, by_rest, inputs = lax.optimization_barrier(
