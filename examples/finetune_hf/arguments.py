@@ -20,8 +20,8 @@ RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 #: Decay after the warmup, by the names of Hugging Face's trainer.
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "constant")
 TEXT = (
-    "a text; or .jsonl, .json, .csv, .parquet or a folder of datasets, of records with"
-    " messages (of role and content; what the assistant says is learned), with prompt"
+    "a text; or .jsonl, .json, .csv, .tsv, .parquet or a folder of datasets, of records"
+    " with messages (of role and content; the assistant's are learned), with prompt"
     " and completion, with instruction, input and output, or with text"
 )
 METHOD = "what is trained (default: full; with --adapter as it was trained, else lora)"

@@ -15,7 +15,7 @@ from .folder import FolderError
 def records(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     """Yields each record and its place, for messages.
 
-    `.jsonl` and `.json` are lines of objects, or one list of them; `.csv` and
+    `.jsonl` and `.json` are lines of objects, or one list of them; `.csv`, `.tsv` and
     `.parquet` tables; a folder is one that `datasets` saved. Another file is a text.
     """
     try:
@@ -33,9 +33,10 @@ def _records(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         yield from numbered("row", map(_present, _table(path)))
         return
     text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)
-        yield from numbered("row", csv.DictReader(io.StringIO(text), strict=True))
+        how = {"delimiter": "\t" if path.suffix == ".tsv" else ",", "strict": True}
+        yield from numbered("row", csv.DictReader(io.StringIO(text), **how))
     elif path.suffix not in (".json", ".jsonl"):
         yield str(path), {"text": text}
     elif text.lstrip().startswith("["):

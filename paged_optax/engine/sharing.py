@@ -8,8 +8,8 @@ computation once for all.
 - Leaves of a single moment share pages in pairs if pages travel both ways, because no
   moment is read and written at the same time. The same holds for leaves whose moments
   differ in size, such as bfloat16 moments with float32 master weights.
-- On a GPU, up to four leaves of 128 MiB in all share pages by default, if they have no
-  codec: a loop begins and ends less often.
+- On a GPU, up to six leaves without a codec share pages by default, the fewer the
+  larger they are: a loop begins and ends less often.
 - On a GPU, seven leaves of a codec of blocks share pages. The 1,100 instructions of a
   leaf take 0.3 CPU-seconds to compile for one leaf, and 0.11 if four leaves share pages
   (H200, jax 0.12.0.1). Eight leaves would take 4 MiB more, and exceed 32 MiB in all.
@@ -54,9 +54,11 @@ _CODED_LEAVES = 7
 
 # A loop's first page is read, and its last one written, while the other direction is
 # idle. Eight leaves of 2048x2048 take 8.8 ms alone, and 7.6 ms if four share pages
-# (H200, by `tests/helpers/step_model.py`), and Lion's 4.1 ms for 4.4 in pairs.
-_FEW_LEAVES = 4
-_FEW_BYTES = 128 * 2**20
+# (H200, by `tests/helpers/step_model.py`), and Lion's 4.1 ms for 4.4 in pairs. The most
+# leaves are the root of these bytes over a leaf's: GPT-2 takes 30.9 ms, with twelve
+# leaves 32.6.
+_FEW_LEAVES = 6
+_FEW_BYTES = 256 * 2**20
 
 # Norms and biases on the device are not isolated. XLA may compute all of them at once
 # in little memory, and on a GPU each isolated leaf waits for the host twice.
@@ -157,7 +159,9 @@ def cut(
         leaf_bytes = math.prod(shape) * max([x.itemsize for x in moments])
         in_pages = leaf_bytes >= 2 * LEAST_PAGE and GPU_HAS_STREAMS_BY_DIRECTION
         if by_latency and in_pages and not converted:
-            few = at_most(max(1, min(_FEW_LEAVES, _FEW_BYTES // leaf_bytes)))
+            few = at_most(
+                max(1, min(_FEW_LEAVES, math.isqrt(_FEW_BYTES // leaf_bytes)))
+            )
             minimum = max(minimum, few)
             if minimum > 1:
                 maximum = min(page_size, minimum * -(-leaf_bytes // FEWEST))

@@ -281,9 +281,10 @@ ROWS = [TASK, {"instruction": 'a "b",\nc', "input": "", "output": "NA"}]
 
 
 def write_rows(path):
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".tsv"):
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, TASK)
+            mark = "\t" if path.suffix == ".tsv" else ","
+            writer = csv.DictWriter(file, TASK, delimiter=mark)
             writer.writeheader()
             writer.writerows(ROWS)
     elif path.suffix == ".json":
@@ -297,7 +298,9 @@ def write_rows(path):
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a"]
+)
 def test_files_of_records(example, tokenizer, name, tmp_path):
     """The same documents, whatever has the rows."""
     found = example.text.documents(write_rows(tmp_path / name), tokenizer)

@@ -94,6 +94,8 @@ def with_adapters(model: torch.nn.Module, path: Any) -> torch.nn.Module:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # PEFT 0.21 reads a name that transformers 5.24 deprecates.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
 
 
