@@ -20,10 +20,20 @@ def attention(
     """
     if mask is not None:
         mask = mask[..., None, :, :]
-    how = "cudnn" if has_cudnn(jax.devices()[0], query) else "xla"
+    device, dtype = jax.devices()[0], query.dtype
+    how = "cudnn" if has_cudnn(device, query) else "xla"
+    if dtype == jnp.bfloat16 and not has_bfloat16(device):
+        # XLA refuses the products' algorithm that JAX chooses (jax 0.12.0.1).
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, implementation=how
-    )
+    ).astype(dtype)
+
+
+def has_bfloat16(device: jax.Device) -> bool:
+    """Returns whether a device multiplies bfloat16: GPUs before Ampere do not."""
+    cuda = "cuda" in device.client.platform_version
+    return not cuda or generation(device) >= 8
 
 
 def has_cudnn(device: jax.Device, query: jax.Array) -> bool:
@@ -33,9 +43,13 @@ def has_cudnn(device: jax.Device, query: jax.Array) -> bool:
     """
     if "cuda" not in device.client.platform_version:
         return False
-    generation = int(device.compute_capability.partition(".")[0])
     *_, length, _, head = query.shape
-    fits = head % 8 == 0 and head <= (256 if generation == 9 else 128)
+    fits = head % 8 == 0 and head <= (256 if generation(device) == 9 else 128)
     # With a mask, cuDNN needs an even length.
     half = query.dtype in (jnp.bfloat16, jnp.float16)
-    return generation >= 8 and half and fits and length % 2 == 0
+    return generation(device) >= 8 and half and fits and length % 2 == 0
+
+
+def generation(device: jax.Device) -> int:
+    """Returns the major compute capability of a GPU."""
+    return int(device.compute_capability.partition(".")[0])

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.attention import attention, has_cudnn
+from examples import attention as module
+from examples.attention import attention, has_bfloat16, has_cudnn
 from helpers import aot
 
 
@@ -63,6 +64,14 @@ def test_where_cudnn_is(there, length, head, dtype, wanted):
     assert has_cudnn(there, query) == wanted
 
 
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [(device(), True), (device("7.5"), False), (jax.devices()[0], True)],
+)
+def test_where_bfloat16_is_multiplied(there, wanted):
+    assert has_bfloat16(there) == wanted
+
+
 LENGTH, HEADS = 4096, 32
 
 
@@ -94,3 +103,14 @@ def test_no_scores_on_an_h200(packed):
     assert report.device_temp < scores / 2
     others = aot.h200(build(packed))
     assert "cudnn" not in others.hlo and others.device_temp > 2 * scores
+
+
+@pytest.mark.compiler
+def test_a_t4_takes_bfloat16(monkeypatch):
+    """XLA refuses the algorithm that `jax.nn` asks for."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ALG_DOT_BF16_BF16_F32"):
+        aot.h200(build(True), card="t4")
+    monkeypatch.setattr(module, "has_bfloat16", lambda _: False)
+    aot.h200(build(True), card="t4")
+    given = [x.astype("bfloat16") for x in jnp.ones((3, 8, 2, 4))]
+    assert attention(*given).dtype == "bfloat16"
