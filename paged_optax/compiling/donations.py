@@ -310,8 +310,8 @@ def check_donations(
         raise DonationError(
             f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"
             f" reused: {', '.join(lost[:3])}. The step must return an array of the same"
-            " shape, dtype and memory kind for each donated one; leave the others out"
-            " of donate_argnums and donate_argnames."
+            " shape, dtype and memory kind for each donated one, NNX modules too that"
+            " it changes; leave the others out of donate_argnums and donate_argnames."
         )
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import trace
@@ -31,11 +33,20 @@ class CrossLayerError(CrossLeafError):
     def __str__(self) -> str:
         return (
             f"layerwise_step updates each layer alone, and in tx {self.args[0]}: leave"
-            " that out of tx. max_norm= clips by the global norm, and accumulate=True"
-            " adds up micro-batches. Wrappers that skip steps, as MultiSteps and"
+            " that out of tx, or use an ordinary step if it is the optimizer itself."
+            " max_norm= clips by the global norm, and accumulate=True adds up"
+            " micro-batches. Wrappers that skip steps, as MultiSteps and"
             " apply_if_finite do, need all gradients first; paged_optax.apply_if_finite"
             " may be around the whole of tx."
         )
+
+
+def contents(x: ArrayLike) -> Hashable:
+    """Returns the shape and the bytes of a constant."""
+    if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    array = np.asarray(x)
+    return array.shape, array.tobytes()
 
 
 def tree_shapes(
@@ -130,7 +141,13 @@ def _signatures(
     """
     with within(plain=True):
         state = jax.eval_shape(lambda params: tx.init(params), params)
-        closed, _ = trace(lambda *args: tx.update(*args), gradients, state, params)
+        try:
+            closed, _ = trace(lambda *args: tx.update(*args), gradients, state, params)
+        except Exception as error:
+            error.add_note(
+                "layerwise_step passes tx.update no value, nor other arguments."
+            )
+            raise
     roles = Roles(tree, params, state)
     count = range(len(roles.paths))
     try:
@@ -149,8 +166,7 @@ def _signatures(
     args = enumerate([*results, *roles.of_parameters("parameter")])
     known: dict[Operand, object] = {n: role for n, (role, _) in args}
     for index, x in constants.items():
-        value = np.asarray(x) if not is_traced(x) else None
-        known[index] = id(x) if value is None else (value.shape, value.tobytes())
+        known[index] = id(x) if is_traced(x) else contents(x)
     _add_shared(known, analysis, numbers)
     described = lambda x: x if isinstance(x, Constant) else known[x]
     computed: dict[int, object] = {n: described(x) for n, x in analysis.direct}
@@ -275,7 +291,7 @@ class SameUpdates:
                     " norm, a factored moment, a matrix product, noise), so that one"
                     " layer's part of the stack cannot be updated without the others:"
                     " with layerwise_step use a transformation such as paged_adamw,"
-                    " paged_lion or paged_sgd."
+                    " paged_lion or paged_sgd, or split a loss whose layers are a list."
                 )
         cut = lambda n, x: (
             jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)

@@ -27,7 +27,7 @@ from paged_optax.layerwise.layer_tree import (
     tree_leaves,
     with_stack,
 )
-from paged_optax.layerwise.same_updates import CrossLayerError, Roles
+from paged_optax.layerwise.same_updates import CrossLayerError, Roles, contents
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.layerwise.weights import host_like
 from paged_optax.state.leaves import is_quantized
@@ -182,7 +182,7 @@ class _LayerInit:
                         " layers"
                     )
                 if x in flat.constants and not is_traced(flat.constants[x]):
-                    value = np.asarray(flat.constants[x]).tobytes()
+                    value = contents(flat.constants[x])
             described[layer].append((name, aval.shape, aval.dtype, value))
         return jax.tree.structure(state), described
 

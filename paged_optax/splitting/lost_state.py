@@ -56,14 +56,15 @@ def warn_of_lost_state(
         of_kind[kind(n)] |= bits[n]
     sources = dict(bits)
     get = lambda x: 0 if isinstance(x, Constant) else sources[x]
-    renewed, draws = 0, list[tuple[_Bits, int]]()
+    renewed, draws = list[tuple[_Bits, int]](), list[tuple[_Bits, int]]()
     for index, e in enumerate(flat.eqns):
         operands = [get(x) for x in e.inputs]
         sources.update(dict.fromkeys(e.outputs, union := _union(operands)))
         if e.traced is not None:
             draws += ((x, index) for x in _draws(e.traced, operands))
         if union & (union - 1):  # of several inputs
-            renewed |= union & _union(of_kind[kind(x)] for x in e.outputs)
+            new = union & _union(of_kind[kind(x)] for x in e.outputs)
+            renewed.append((new, index))
     outputs = used_values(flat.outputs)
     new_values = (sources[x] & of_kind[kind(x)] & ~bits.get(x, 0) for x in outputs)
     returned = _union(new_values)
@@ -72,36 +73,40 @@ def warn_of_lost_state(
     closed = _union(bits[n] for n in flat.constants)
     # A number may be an option, such as the label of padding, that metrics depend on.
     arrays = _union(bits[n] for n in inputs if flat.avals[n].shape)
-    lost = arrays & (renewed & ~read | closed & returned & ~trained)
+    unread = _union(x for x, _ in renewed) & ~read
+    lost = arrays & (unread | closed & returned & ~trained)
     fixed = closed | (of_argument["frozen"] & ~returned)
     repeated = [(x, index) for x, index in draws if not x & ~fixed]
+    texts = dict[str, str]()  # the first of each kind
+    # The functions of `jax.random` are traced without the caller's lines.
+    line = lambda index: source_line(flat.eqns[index], flat.eqns[index::-1])
     for n in sorted(inputs):
         closed_over = f"a closed-over array, {dtype_and_shape(flat.avals[n])}"
         name = names[n] if n < len(names) else closed_over
         drawn = [index for x, index in repeated if x & bits[n]]
         if drawn and not jnp.issubdtype(flat.avals[n].dtype, jnp.inexact):
-            # The functions of `jax.random` are traced without the caller's lines.
-            nearby = flat.eqns[drawn[0] :: -1]
-            text = (
+            texts.setdefault(
+                "random",
                 f"the loss draws random numbers, such as dropout masks, from {name}: a"
-                f" count or key that no step changes (at"
-                f" {source_line(nearby[0], nearby)}). They are the same in each step."
-            )
-        elif bits[n] & params & lost:
-            text = (
-                f"the loss does not depend on {name}, and computes a new value of it,"
-                " as of a running statistic. The optimizer does not train it, but may"
-                " change it, for example by weight decay."
+                f" count or key that no step changes (at {line(drawn[0])}). They are"
+                " the same in each step.",
             )
         elif bits[n] & lost:
-            text = (
-                f"the loss computes a new value of {name}, such as a running statistic,"
-                " which the next step does not read: it begins with the old one."
+            made = [index for x, index in renewed if x & bits[n]]
+            where = f" (at {line(made[-1])})" if made else ""
+            trained = (
+                f"the loss does not depend on {name}, and computes a new value of it,"
+                f" as of a running statistic{where}. The optimizer does not train"
+                " it, but may change it, for example by weight decay."
             )
-        else:
-            continue
+            stale = (
+                f"the loss computes a new value of {name}, such as a running statistic"
+                f"{where}, which the next step does not read: it begins with the"
+                " old one."
+            )
+            texts.setdefault("value", trained if bits[n] & params else stale)
+    for text in texts.values():
         warn_user(f"{text} {STATE_RECIPE}")
-        return
 
 
 def _union(sources: Iterable[_Bits]) -> _Bits:

@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,6 +186,21 @@ def test_numbers_are_optaxs_on_the_own_tree(model, name):
     assert jax.tree.structure(again) == jax.tree.structure(state)
     floats = lambda tree: [x for x in jax.tree.leaves(tree) if x.dtype == np.float32]
     assert farthest(floats(again), floats(state)) < 1e-5
+
+
+def test_a_typed_key_is_a_constant_of_init(model):
+    noise = optax.add_noise(0.1, 0.55, jax.random.key(7))
+    tx = optax.chain(noise, po.paged_sgd(0.1))
+    state = model.unstack_state(model.init(tx, model.stack(PARAMS)))
+    chex.assert_trees_all_equal(state, tx.init(PARAMS))
+
+
+def test_an_optimizer_of_the_losss_value_is_refused(model):
+    tx, params = optax.contrib.momo(1.0), model.stack(PARAMS)
+    args = params, model.init(tx, params), model.workspace(params), BATCHES[0]
+    with pytest.raises(TypeError, match="'value'") as error:
+        jax.eval_shape(po.layerwise_step(model, tx), *args)
+    assert "layerwise_step passes tx.update no value" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", ["eight bits", "frozen lower layers", "paged muon"])
