@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gradient-accumulation", "times --batch", type=some, default=1)
     add("--length", ROW, type=some)
     add("--too-long", LONG, default="right", choices=["right", "left", "drop"])
-    add("--steps", "steps, instead of --epochs; 0: as it has", type=count, default=0)
+    add("--steps", "steps, instead of --epochs; 0: by --epochs", type=count, default=0)
     add("--epochs", "times the text is read (default: 1)", type=some)
     add("--method", METHOD, choices=[*RATES])
     add("--rank", "of adapters (default: 16, or --adapter's)", type=some)

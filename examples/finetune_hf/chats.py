@@ -192,5 +192,5 @@ def _message(where: str, x: Any) -> dict[str, Any]:
             raise FolderError(f"{where}: only text is read, not type={others[0]!r}.")
         content = "".join(str(y.get("text") or "") for y in content)
     if not isinstance(content, str) and not (content is None and x.get("tool_calls")):
-        raise FolderError(f"{where} has content={content!r}: give a text.")
+        raise FolderError(f"{where} has content={content!r:.60}: give a text.")
     return {**x} if content is None else {**x, "content": content}

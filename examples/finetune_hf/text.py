@@ -64,7 +64,7 @@ def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
             how = "conversations to messages, from to role, value to content"
             raise FolderError(f"{where} is ShareGPT's: rename {how}.")
         case {"messages": x}:
-            raise FolderError(f"{where} has messages={x!r}: give a list.")
+            raise FolderError(f"{where} has messages={x!r:.60}: give a list.")
         case {"prompt": x, "completion": y}:
             kinds = f"prompt is a {type(x).__name__}, completion a {type(y).__name__}"
             raise FolderError(f"{where}: {kinds}: give two texts, or two lists.")

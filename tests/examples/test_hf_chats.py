@@ -246,6 +246,7 @@ def test_prompts_and_completions_as_trl_has_them(example, folders, kind, tmp_pat
             {"prompt": "1 + 1 =", "completion": " 2"},
             {"prompt": "the qui", "completion": "ck fox"},  # tokens merge in between
             {"prompt": "a", "completion": "b</s>"},
+            {"prompt": "a", "completion": ""},
         ],
         "lists": [
             {"prompt": TURNS[:1], "completion": [assistant("b")]},
