@@ -218,7 +218,7 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
     if axis == 0 and isinstance(first, Array):
         return first
     in_jax = any(isinstance(x, Array) for x in leaves)
-    hosted = any(on_host(x) for x in leaves)
+    hosted = in_jax and any(on_host(x) for x in leaves)
     if hosted and is_traced(first):
         return jax.device_put(make(*jax.device_put([*leaves], DEVICE)), HOST)
     if not in_jax or hosted:
