@@ -112,9 +112,9 @@ class LeafStreams:
         """Returns a key; leaves with equal keys share one loop, and its pages."""
         # A loop has one gate, one set of random words, and one of each scalar: leaves
         # with stochastic rounding, or with step counts of their own, have a loop each,
-        # and so do a fetched layer's, which are sliced from their stacks separately.
+        # and so do a layer's in a layerwise step: their stacks are sliced separately.
         drawn = any(x.codec is not None and x.codec.draws for x in streamed.moments)
-        singly = drawn or bool(self.counts) or current().fetched
+        singly = drawn or bool(self.counts) or current().layerwise
         # Buffers that are only overwritten follow the inputs, and have no number.
         program, arrays = streamed.program, streamed.arrays
         triples = zip(leaf.inputs, program.codecs, arrays, strict=False)

@@ -216,7 +216,7 @@ def stream_update(
         like = jax.tree.leaves((updates, buffers[first:]))
         run = functools.partial(stream_update, paged, traced=traced)
         return with_automatic_axes(run, trees, like)
-    if not current().fetched and (moved := paged.moved(layout, buffers[first:])):
+    if not current().layerwise and (moved := paged.moved(layout, buffers[first:])):
         paged.tell(moved)
     args = [*buffers, *jax.tree.leaves((params, extras))]
     # A count of each parameter is traced as one; see `Evaluation`.
