@@ -167,11 +167,11 @@ def _gradients_on_host(
         index, batch = numbered
         one = copy.copy(weights)
         one.stacks = totals.stacks
-        layers = BackwardPass.create(
+        backward = BackwardPass.after_forward(
             *(step.model, one, rest, batch, dtypes, totals.weight),
             last=index == count - 1,
         )
-        return _send_to_host(step, layers, count, totals, index)
+        return _send_to_host(step, backward, count, totals, index)
 
     if not step.accumulate:
         start = _BatchCarry.first(weights.stacks, workspace, None, zero)
@@ -208,7 +208,7 @@ def _measured(
 
 def _send_to_host(
     step: TracedStep,
-    layers: BackwardPass,
+    backward: BackwardPass,
     count: int,
     totals: _BatchCarry,
     index: Int[Array, ""],
@@ -217,7 +217,7 @@ def _send_to_host(
 
     In device memory the sums of several micro-batches are not measured.
     """
-    clipping, loss = step.clipping, layers.epilogue.loss
+    clipping, loss = step.clipping, backward.epilogue.loss
     _, host, workspace, by_rest, weight = totals
     divisor, scale = count, None
     if isinstance(loss, WeightedLoss):
@@ -273,16 +273,16 @@ def _send_to_host(
 
     if count > 1 and workspace.on_device:
         measure = clipping.zero
-        host, stacks, cts = layers.run(visit_on_device, host)
+        host, stacks, cts = backward.run(visit_on_device, host)
     else:
         start = clipping.zero, host, workspace
-        (measure, host, workspace), stacks, cts = layers.run(visit, start)
-    total = jax.tree.map(lambda x: x / divisor, layers.rest_gradients(cts))
+        (measure, host, workspace), stacks, cts = backward.run(visit, start)
+    total = jax.tree.map(lambda x: x / divisor, backward.rest_gradients(cts))
     if by_rest is not None:
         by_rest = by_rest if scale is None else scaled(by_rest, scale)
         total = jax.tree.map(jnp.add, by_rest, total)
     totals = _BatchCarry(stacks, host, workspace, total, weight)
-    return totals, _BatchMetrics(loss, layers.epilogue.metrics, measure)
+    return totals, _BatchMetrics(loss, backward.epilogue.metrics, measure)
 
 
 def update_next_step(
@@ -305,12 +305,12 @@ def update_next_step(
         others = layered.others_with(params, new)
         rest = _rest(step, forward[-1], others)
         zero = step.clipping.zero.square
-        layers = BackwardPass.create(
+        backward = BackwardPass.after_forward(
             *(step.model, weights, rest, batch, gradient_dtypes(workspace), zero),
             forward=forward,
         )
-        first = _BatchCarry.first(layers.stacks, workspace, None, zero)
-        totals, metrics = _send_to_host(step, layers, 1, first, jnp.int32(0))
+        first = _BatchCarry.first(backward.stacks, workspace, None, zero)
+        totals, metrics = _send_to_host(step, backward, 1, first, jnp.int32(0))
     else:
         weights.stacks, slots, _ = _update_pending(step, weights, workspace)
         rest = _rest(step, weights.stacks, others)

@@ -94,8 +94,8 @@ class LayerOptimizer:
             read_moment(x, i, length, divided)
             for x, divided in zip(slots, shards, strict=True)
         ]
-        # All leaves are one group of isolated leaves: one leaf's moments are written
-        # back while the next leaf's are fetched.
+        # Moments without a codec are computed whole here. Others have page loops, and
+        # are isolated: one leaf's are written back while the next one's are read.
         with within(isolate=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
         slots = [
@@ -241,4 +241,4 @@ class LayerOptimizer:
         )
         # On several devices the weights of two more layers are small.
         isolate = (offloaded and on_one_device(layers)) or current().isolate
-        return within(fetched=True, spare_bytes=int(spare), isolate=isolate)
+        return within(layerwise=True, spare_bytes=int(spare), isolate=isolate)

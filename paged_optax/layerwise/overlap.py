@@ -48,34 +48,35 @@ class BackwardOverlap:
     """Updates a layer during the backward pass of the layer before it."""
 
     optimizer: LayerOptimizer
-    layers: BackwardPass
+    backward: BackwardPass
     sink: WorkspaceSink
 
     @functools.cached_property
     def transfers(self) -> GroupTransfers:
         """The groups of leaves."""
-        return GroupTransfers(self.optimizer, self.layers.weights, True)
+        return GroupTransfers(self.optimizer, self.backward.weights, True)
 
     def run(
         self, start: WorkspaceCarry
     ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
         """Runs the pass, and updates a chunk of each chunked parameter with a layer."""
-        layers, weights, transfers = self.layers, self.layers.weights, self.transfers
+        backward, transfers = self.backward, self.transfers
+        weights = backward.weights
         layered, last = self.optimizer.layered, weights.length - 1
-        vectors = weights.vectors(layers.stacks)
+        vectors = weights.vectors(backward.stacks)
         # XLA would fetch the last layer before the loss is computed.
-        stacks, dx = after_all((layers.stacks, layers.epilogue.by_output))
+        stacks, dx = after_all((backward.stacks, backward.epilogue.by_output))
         slices = weights.slices(stacks, last)
-        offloaded = {n: slices[n] for n, x in enumerate(layers.stacks) if on_host(x)}
+        offloaded = {n: slices[n] for n, x in enumerate(backward.stacks) if on_host(x)}
         # The same holds of the first moments.
         chunked = [layered.params[n] for n in layered.chunked]
         slots, stacks, dx = after_all((layered.slots, [*stacks, *chunked], dx))
         inputs = self._inputs(slots, 0, last)
-        prefetched = weights.prefetch(stacks[: len(layers.stacks)], last - 1)
+        prefetched = weights.prefetch(stacks[: len(backward.stacks)], last - 1)
         state = InFlight(slots, stacks, inputs, prefetched)
-        x, dkept = layers.read(last)
-        cts = layers.first_gradients(dx)
-        results = layers.pull(slices, x, cts, dkept, jnp.int32(last))
+        x, dkept = backward.read(last)
+        cts = backward.first_gradients(dx)
+        results = backward.pull(slices, x, cts, dkept, jnp.int32(last))
         state, (gradients, cts) = transfers.wait(-1, state, results)
         carry, cts, state, offloaded = over_layers(
             last,
@@ -98,15 +99,15 @@ class BackwardOverlap:
         carry: _BackwardCarry,
     ) -> _BackwardCarry:
         """Differentiates layer i, and updates layer i + 1."""
-        (inner, cts, state, offloaded), layers = carry, self.layers
+        (inner, cts, state, offloaded), backward = carry, self.backward
         state, slices = self.transfers.read(state, i, vectors)
         loaded = state.weights
         layer, by = i + 1, self.sink.read(inner, i + 1)
         update = functools.partial(self._update, layer, i, next_item, offloaded, by)
-        x, dkept = layers.read(i)
+        x, dkept = backward.read(i)
         args, sizes = (slices, x, cts, dkept, i), self.transfers.moment_bytes
         state, (gradients, cts) = self.transfers.overlapping(
-            layers.pull, args, state, update, sizes
+            backward.pull, args, state, update, sizes
         )
         # Parameters that were fetched for a layer's gradients stay for its update.
         return self.sink.store(inner, i, gradients), cts, state, loaded

@@ -294,9 +294,11 @@ class LayerwiseStep:
             weights = Weights(partition.layers, model.frozen and model.frozen.layers)
             saves = learned(model, weights, partition.rest, one)
             model = dataclasses.replace(model, saves=saves)
-        update = update_at_once if workspace.host is None else update_after_norm
-        if deferred := workspace.pending is not None:
+        deferred = workspace.pending is not None
+        if deferred:
             update = update_next_step
+        else:
+            update = update_after_norm if workspace.host is not None else update_at_once
 
         def run(
             optimizer: LayerOptimizer, overlaps: bool
@@ -306,12 +308,12 @@ class LayerwiseStep:
 
         in_turn = functools.partial(run, optimizer, False)
         warn_of_moved(answers, workspace)
+        known_first = workspace.host is not None or clipping.needed_first
+        step.guard.check_known(known_first)
         # Nothing overlaps if a separate backward pass computes the norm. The gradients
         # of two layers would take more memory than that first pass.
-        waits = workspace.host is not None or clipping.needed_first
-        step.guard.check_known(waits)
-        waits = accumulate if deferred else waits
-        if waits or not can_overlap(optimizer):
+        apart = accumulate if deferred else known_first
+        if apart or not can_overlap(optimizer):
             return in_turn()
         if not accumulate and not clipping.by_layer:
             chunked = chunked_leaves(model.run_prologue, optimizer.layered, batch)

@@ -76,7 +76,7 @@ class BackwardPass:
     epilogue: EpilogueGradients
 
     @classmethod
-    def create(
+    def after_forward(
         cls,
         model: ModelFunctions,
         weights: Weights,
@@ -89,7 +89,10 @@ class BackwardPass:
         last: Bool[Array, ""] | bool = True,
         forward: Forward | None = None,
     ) -> "BackwardPass":
-        """Runs the forward pass and the epilogue."""
+        """Runs the forward pass and the epilogue.
+
+        `before` is the weight of the micro-batches before, see `pull_epilogue`.
+        """
         if forward is None:
             apply = _for_each if several else for_one
             forward = model.forward(weights, model.start(weights, rest, batch, apply))

@@ -157,16 +157,16 @@ def update_at_once(
     """Updates each layer as soon as its gradients are computed."""
     clipping, partition, optimizer = step.clipping, step.partition, step.optimizer
     weights, measure = step.weights(), clipping.zero
-    layers = BackwardPass.create(
+    backward = BackwardPass.after_forward(
         *(step.model, weights, partition.rest, batch, gradient_dtypes(workspace)),
         measure.square,
         several=step.accumulate,
     )
     norm: Float[Array, ""] | None = None
-    by_rest = layers.epilogue.by_rest
+    by_rest = backward.epilogue.by_rest
     # The gradients of all layers exist at no time: a first pass finds their norm.
     if clipping.needed_first:
-        measure, norm, by_rest, layers = _measured_first(clipping, layers)
+        measure, norm, by_rest, backward = _measured_first(clipping, backward)
         optimizer = optimizer.only_if(step.guard.passes(measure))
     layered = optimizer.layered
     leaves = partition.combine(weights.stacks, partition.others(by_rest))
@@ -175,18 +175,18 @@ def update_at_once(
     small = layered.small_gradients()
     start = WorkspaceCarry(clipping.zero, layered.slots, workspace, small)
     if step.overlaps:
-        carry, stacks, cts = BackwardOverlap(optimizer, layers, sink).run(start)
+        carry, stacks, cts = BackwardOverlap(optimizer, backward, sink).run(start)
     else:
-        carry, stacks, cts = _backward_in_turn(optimizer, layers, sink, start)
+        carry, stacks, cts = _backward_in_turn(optimizer, backward, sink, start)
     limit = norm
     if limit is None:
-        by_rest = layers.rest_gradients(cts)
+        by_rest = backward.rest_gradients(cts)
         rest_measure = clipping.measure(by_rest)
         # XLA copies gradients that an update overwrites before they are measured.
         rest_measure, by_rest = lax.optimization_barrier((rest_measure, by_rest))
         measure, limit = carry.measure + rest_measure, rest_measure.norm
     by_rest = clipping.clipped(by_rest, limit)
-    loss, metrics = layers.epilogue.loss, layers.epilogue.metrics
+    loss, metrics = backward.epilogue.loss, backward.epilogue.metrics
     output = LayerwiseOutput(mean_of(loss), metrics, measure.norm)
     new = step.update_rest(stacks, carry.slots, carry.small, by_rest, measure)
     return *new, carry.workspace, output
@@ -194,7 +194,7 @@ def update_at_once(
 
 def _backward_in_turn(
     optimizer: LayerOptimizer,
-    layers: BackwardPass,
+    backward: BackwardPass,
     sink: WorkspaceSink,
     start: WorkspaceCarry,
 ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
@@ -211,23 +211,23 @@ def _backward_in_turn(
         slots, new = optimizer.update_layer(carry.slots, slices, by, i)
         return carry._replace(slots=slots), new
 
-    return layers.run(visit, start)
+    return backward.run(visit, start)
 
 
 def _measured_first(
-    clipping: Clipping, layers: BackwardPass
+    clipping: Clipping, backward: BackwardPass
 ) -> tuple[GradientStats, Float[Array, ""], Rest, BackwardPass]:
     """Measures all gradients in a backward pass that updates nothing."""
     add = lambda measure, i, slices, gradients: (
         measure + clipping.measure(gradients),
         slices,
     )
-    measure, stacks, cts = layers.run(add, clipping.zero)
-    by_rest = layers.rest_gradients(cts)
+    measure, stacks, cts = backward.run(add, clipping.zero)
+    by_rest = backward.rest_gradients(cts)
     measure = measure + clipping.measure(by_rest)
     # XLA would merge the second pass with the first.
     norm, stacks, by_rest, inputs = lax.optimization_barrier(
-        (measure.norm, stacks, by_rest, layers.inputs)
+        (measure.norm, stacks, by_rest, backward.inputs)
     )
-    second = dataclasses.replace(layers, stacks=stacks, inputs=inputs)
+    second = dataclasses.replace(backward, stacks=stacks, inputs=inputs)
     return measure, norm, by_rest, second

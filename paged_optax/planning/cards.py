@@ -21,7 +21,7 @@ def machine_rate(name: str, value: int | float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Bytes of memory, GB/s of the link and TFLOP/s of dense products of a card."""
+    """A card: bytes of memory, GB/s of the link, TFLOP/s of dense products, seconds."""
 
     memory: int
     link: float = 25.0  # in one direction; PCI Express 4
@@ -30,6 +30,8 @@ class Card:
     gpu: bool = True  # False: a TPU
     bfloat16: float | None = None  # of tensor cores that support float16 only
     unified_memory: bool = False  # device and host are one memory
+    # Of a moment's page, beyond its bytes. An H200's (jax 0.11.2), assumed of others.
+    latency: float = 22e-6
     # Shares of the TFLOP/s in training, at worst and at best. Large models on many
     # GPUs: 40 to 57% (Korthikanti et al., "Reducing Activation Recomputation in Large
     # Transformer Models", 2022; Touvron et al., "Llama", 2023); small models less.
@@ -86,7 +88,7 @@ CARDS = {
     "gb10": Card(_gib(121.69), 136.5, 136.5, 125.0, unified_memory=True),
     # "TPU v5e", Google Cloud's documentation. PCI Express 3 is assumed: "How to Scale
     # Your Model" (Austin et al., 2025) states 15 GB/s.
-    "v5e": Card(_gib(15.75), *_PCIE3, 197.0, gpu=False),
+    "v5e": Card(_gib(15.75), *_PCIE3, 197.0, gpu=False, latency=0.0),
 }
 
 # `device_kind` of cards that JAX names otherwise. "NVIDIA H100 PCIe" is another card.

@@ -100,6 +100,7 @@ class PagePlan:
       teraflops: Rate of products, in 10^12 operations a second; None if unknown.
       parameter_bytes: Bytes of the parameters, of all devices.
       unified_memory: True if device and host are one memory.
+      page_latency: Seconds of a moment's page beyond its bytes.
     """
 
     moments: tuple[Moment, ...]
@@ -110,6 +111,7 @@ class PagePlan:
     teraflops: int | float | None = None
     parameter_bytes: int = 0
     unified_memory: bool = False
+    page_latency: float = 0.0
 
     @property
     def device_bytes(self) -> int:
@@ -177,6 +179,11 @@ class PagePlan:
         return bytes_moved / (self.link_gigabytes_per_second * 1e9)
 
     @property
+    def latency_seconds(self) -> float:
+        """Seconds of the pages' latency a step, at most: leaves share loops."""
+        return self.page_latency * sum(x.pages for x in self.moments if x.on_host)
+
+    @property
     def free_from(self) -> int | None:
         """The tokens a step from which `layerwise_step` hides all transfers.
 
@@ -214,6 +221,7 @@ class PagePlan:
             ("pages in flight (bound)", readable_bytes(self.scratch_bytes)),
             ("over the link a step", readable_bytes(self.link_bytes)),
             (f"seconds a step at {rate:g} GB/s", f"{self.link_seconds:.3g}"),
+            ("and of the pages' latency, up to", f"{self.latency_seconds:.3g}"),
         ]
         if self.free_from is not None:
             rates = f"tokens a step at {self.teraflops:g} TFLOP/s"
@@ -336,6 +344,7 @@ def plan(
         products,
         nbytes(params),
         unified_memory,
+        card.latency,
     )
     # Plans for a GPU are mostly made on a CPU; a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)

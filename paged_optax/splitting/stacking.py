@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import HOST, nbytes, on_host
+from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import (
     PyTreeDef,
@@ -218,7 +218,10 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
     if axis == 0 and isinstance(first, Array):
         return first
     in_jax = any(isinstance(x, Array) for x in leaves)
-    if not in_jax or any(on_host(x) for x in leaves):
+    hosted = in_jax and any(on_host(x) for x in leaves)
+    if hosted and is_traced(first):
+        return jax.device_put(make(*jax.device_put([*leaves], DEVICE)), HOST)
+    if not in_jax or hosted:
         # In NumPy: XLA would compute in host memory, or fail.
         if axis is None:
             stack = np.empty((len(leaves), *first.shape), first.dtype)

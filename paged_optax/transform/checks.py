@@ -242,7 +242,8 @@ def check_unchanged(
                 hint = (
                     f" To keep such moments in {after.dtype}, build tx with"
                     f' master_dtype="{after.dtype}"; or with mu_dtype="{after.dtype}",'
-                    " where the optimizer takes it."
+                    " where the optimizer takes it. To keep them in"
+                    f" {before.dtype}, build it with codec={str(before.dtype)!r} alone."
                 )
             raise ValueError(
                 f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"

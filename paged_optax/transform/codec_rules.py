@@ -168,7 +168,7 @@ def _parameters_named(
         by_moment = key in moments and not isinstance(rule, Mapping)
         named_by[key] = None if by_moment else matching_names(key, parameters)
         # A layerwise step updates a tree with some of the parameters.
-        if named_by[key] == set() and parameters and not current().fetched:
+        if named_by[key] == set() and parameters and not current().layerwise:
             if key in moments:
                 raise ValueError(
                     f"codec={{{key!r}: {rule!r}}}: {key!r} is a moment, and its rule is"

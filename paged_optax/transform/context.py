@@ -61,7 +61,9 @@ class TraceContext:
 
     gate: Gate = True  # updates happen
     restart: Gate = False  # an update ends with the state that `init` makes
-    fetched: bool = False  # the moments of an update are on the device on purpose
+    # A layerwise step is around. Its moments may be on the device, its leaves share no
+    # loops and are isolated on shards, and its codec keys may name other layers.
+    layerwise: bool = False
     spare_bytes: int = 0  # that a page may have without raising the peak of memory
     # Leaves are isolated even if there is memory for them. A leaf's moments are then
     # written while another leaf's are read, and XLA:GPU does not hold two more layers

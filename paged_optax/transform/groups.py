@@ -112,9 +112,9 @@ class LeafStreams:
         """Returns a key; leaves with equal keys share one loop, and its pages."""
         # A loop has one gate, one set of random words, and one of each scalar: leaves
         # with stochastic rounding, or with step counts of their own, have a loop each,
-        # and so do a fetched layer's, which are sliced from their stacks separately.
+        # and so do a layer's in a layerwise step: their stacks are sliced separately.
         drawn = any(x.codec is not None and x.codec.draws for x in streamed.moments)
-        singly = drawn or bool(self.counts) or current().fetched
+        singly = drawn or bool(self.counts) or current().layerwise
         # Buffers that are only overwritten follow the inputs, and have no number.
         program, arrays = streamed.program, streamed.arrays
         triples = zip(leaf.inputs, program.codecs, arrays, strict=False)
@@ -210,9 +210,22 @@ class LeafStreams:
             return list(map(choose_by, moves, values, self.counts[index]))
         # Results of a leaf's program are chosen already.
         is_output = any(index in x.outputs for x in self.analysis.leaf_updates)
-        if is_output or new is self.arguments[index]:
+        if new is self.arguments[index]:
             return new
-        return self._gated(index, new)
+        return self._undivided(index, new) if is_output else self._gated(index, new)
+
+    def _undivided(self, index: int, new: PyTree[Array]) -> PyTree[Array]:
+        """Replicates a moment of another shape than its parameter, as `init` does.
+
+        XLA would divide a factor as the parameter is, and not reuse its buffer.
+        """
+        leaf = self.layout.leaves[index - len(self.gates)]
+        owner = leaf.param_index
+        shards = None if owner is None else self.layout.parameter_shards[owner]
+        if shards is None or leaf.shards is not None:
+            return new
+        whole = lambda x: dataclasses.replace(shards, axes=((),) * jnp.ndim(x))
+        return jax.tree.map(lambda x: constrained(x, whole(x)), new)
 
     def _gated(self, index: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, in the old value's place."""

@@ -142,7 +142,7 @@ class PagedTransformation:
             return uncut(shape)
         spare = context.spare_bytes, context.isolate
         pages = cut(shape, tuple(moments), self.page_size, like_leaves, *spare)
-        if not (shards and context.fetched) or context.isolate or pages.gpu.count > 1:
+        if not (shards and context.layerwise) or context.isolate or pages.gpu.count > 1:
             return pages
         # A shard of one page is in no loop of pages: to isolate it, the host waits.
         gpu = dataclasses.replace(pages.gpu, isolated=False)

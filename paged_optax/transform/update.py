@@ -216,7 +216,7 @@ def stream_update(
         like = jax.tree.leaves((updates, buffers[first:]))
         run = functools.partial(stream_update, paged, traced=traced)
         return with_automatic_axes(run, trees, like)
-    if not current().fetched and (moved := paged.moved(layout, buffers[first:])):
+    if not current().layerwise and (moved := paged.moved(layout, buffers[first:])):
         paged.tell(moved)
     args = [*buffers, *jax.tree.leaves((params, extras))]
     # A count of each parameter is traced as one; see `Evaluation`.
@@ -229,13 +229,13 @@ def stream_update(
     *gates, restart = [distinct[i] for i in traced.gate_numbers]
     # On a restart a moment starts again even if its parameter's update is skipped.
     moves = [any_gate([gate, restart]) for gate in gates]
-    get_moves = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
-    streams = LeafStreams(traced.analysis, layout, args, counts, gates, get_moves)
+    moves_of = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
+    streams = LeafStreams(traced.analysis, layout, args, counts, gates, moves_of)
     evaluation = Evaluation(traced.analysis, args, constants, counts)
     of_leaves, groups = streams.grouped(evaluation)
     for leaf, members in groups:
         one, *_ = members.values()
-        gate = get_moves[leaf.param_index]
+        gate = moves_of[leaf.param_index]
         leaves = [
             check_not_differentiated(x.arrays) if one.on_host else tuple(x.arrays)
             for x in members.values()

@@ -214,6 +214,9 @@ def test_a_state_goes_from_one_step_into_the_other(model, name):
     assert jax.tree.structure(moments) == jax.tree.structure(like)
     assert kinds(moments) == kinds(like)
     assert farthest(model.unstack_state(moments), state) == 0
+    traced = jax.jit(model.stack_state)(state)
+    assert kinds(traced) == kinds(moments)
+    chex.assert_trees_all_equal(traced, moments)
     stacked = model.stack(params)
     step = jax.jit(po.layerwise_step(model, tx))
     stacked, moments, *_ = step(stacked, moments, model.workspace(stacked), BATCHES[1])

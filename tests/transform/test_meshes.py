@@ -235,6 +235,24 @@ def test_factors_of_a_divided_parameter(jit):
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+def test_factors_stay_whole_and_are_donated(codec):
+    """XLA would divide the factor of the parameter's divided axis."""
+    mesh = mesh_of(AUTO)
+    params = divided({"w": jnp.ones((512, 1024))}, mesh, {"w": P("x")})
+    tx = po.paged_adafactor(1e-2, min_paged_size=0, codec=codec)
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    before = placements(state)
+    _, state = po.jit_step(step, donate_argnums=(0, 1))(params, state)
+    assert placements(state) == before
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state))
+
+
 @pytest.mark.parametrize("where", ["plan", "plan of a mesh", "abstract_state"])
 def test_described_parameters_that_do_not_divide_evenly(where):
     """They could not be made, nor could their moments."""
