@@ -22,7 +22,8 @@ def attention(
         mask = mask[..., None, :, :]
     device, dtype = jax.devices()[0], query.dtype
     how = "cudnn" if has_cudnn(device, query) else "xla"
-    if dtype == jnp.bfloat16 and not has_bfloat16(device):
+    is_half_on_cpu = dtype == jnp.float16 and device.platform == "cpu"
+    if is_half_on_cpu or (dtype == jnp.bfloat16 and not has_bfloat16(device)):
         # XLA refuses the products' algorithm that JAX chooses (jax 0.12.0.1).
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     return jax.nn.dot_product_attention(

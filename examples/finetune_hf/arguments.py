@@ -15,6 +15,7 @@ WAYS = {
     "all": ("all", "layerwise, all on host"),
 }
 LENGTH = 2048
+ROW = f"tokens a row, beside its last label (default: {LENGTH}, or the model's)"
 #: Default learning rates; those of adapters are the QLoRA paper's.
 RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 #: Decay after the warmup, by the names of Hugging Face's trainer.
@@ -29,6 +30,7 @@ MERGE = "write the weights with the adapters added; without --text those of --ad
 BASE = "of the weights in adapter_config.json (default: --adapter's, or the path)"
 LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
 DEVICES = "devices of this machine that divide weights, moments and a step's rows"
+STOP = "step to save and stop after; once resumed it is not stopped there again"
 WAY = "weights on the device, of layers on the host, or all there; auto: what fits"
 
 
@@ -40,16 +42,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(name, help=f"{text}{shown}".replace("%", "%%"), **how)
 
+    sizes = re.compile("[0-9]+([.][0-9]+)? ?([KMGT]i?B|B)?")
+    size = allowed(str, "a size, such as 24GiB", sizes.fullmatch)
     path, some = pathlib.Path, allowed(int, "1 or more", lambda x: x > 0)
     count = allowed(int, "0 or more", lambda x: x >= 0)
     amount = allowed(float, "0 or more", lambda x: 0 <= x < math.inf)
     positive = allowed(float, "more than 0", lambda x: 0 < x < math.inf)
     share = allowed(float, "from 0 to less than 1", lambda x: 0 <= x < 1)
     rates = ", ".join(f"{method} {rate:g}" for method, rate in RATES.items())
-    types, reports = (
-        ["float32", "bfloat16", "float16"],
-        ["none", "tensorboard", "wandb"],
-    )
+    types = ["float32", "bfloat16", "float16"]
     add("--checkpoint", "the model's folder", type=path, required=True)
     add("--text", TEXT, type=path)
     add("--eval-text", "records to evaluate on, as --text has them", type=path)
@@ -59,13 +60,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", "rows a step, one at a time a device", type=some, default=4)
     add("--devices", DEVICES, type=some, default=1, metavar="N")
     add("--gradient-accumulation", "times --batch", type=some, default=1)
-    add("--length", f"tokens a row (default: {LENGTH}, or the model's)", type=some)
+    add("--length", ROW, type=some)
     add("--too-long", LONG, default="right", choices=["right", "left", "drop"])
-    add("--steps", "steps; 0: as many as --epochs has", type=count, default=0)
-    add("--epochs", "times the text is read", type=some, default=1)
+    add("--steps", "steps, instead of --epochs; 0: by --epochs", type=count, default=0)
+    add("--epochs", "times the text is read (default: 1)", type=some)
     add("--method", METHOD, choices=[*RATES])
-    add("--rank", "of adapters; --adapter has its own", type=some, default=16)
-    add("--alpha", "over rank: adapters' factor", type=positive, default=32.0)
+    add("--rank", "of adapters (default: 16, or --adapter's)", type=some)
+    add("--alpha", "over rank: adapters' factor (default: 32)", type=positive)
     add("--adapter", "folder of adapters to continue, by their rank", type=path)
     add("--merge", MERGE, action="store_true")
     add("--base-name", BASE, metavar="NAME")
@@ -82,41 +83,41 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     small = "matrices of fewer bytes a layer stay on the device"
     add("--min-size", small, type=size, default="256KiB")
     add("--save-every", "steps between checkpoints", type=some, default=200)
-    add("--stop-after", "step to save and stop after; 0: none", type=count, default=0)
+    add("--stop-after", f"{STOP}; 0: none", type=count, default=0)
     add("--log-every", "steps between lines, without a terminal", type=some, default=10)
+    reports = ["none", "tensorboard", "wandb"]
     add("--report-to", "who gets the losses", default="none", choices=reports)
     args = parser.parse_args(argv)
     if args.eval_text and args.held_out:
         parser.error("--eval-text and --held-out: give one of them")
     if args.text is None and not (args.merge and args.adapter):
         parser.error("--text is missing: only --merge with --adapter needs none")
-    if args.method is None:
-        args.method = method_of(args.adapter) if args.adapter else "full"
+    if args.method is None:  # an adapter's is in its run.json, or is LoRA
+        known = args.adapter / "run.json" if args.adapter else None
+        settings = json.loads(known.read_text()) if known and known.exists() else {}
+        other = "lora" if known else "full"
+        args.method = "qlora" if settings.get("method") == "qlora" else other
     if args.method == "full" and (args.merge or args.adapter):
         parser.error("--adapter and --merge need --method lora or qlora")
+    if args.steps and args.epochs:
+        parser.error("--steps and --epochs: give one of them")
+    for name in ("rank", "alpha", "base_name"):
+        option = f"--{name.replace('_', '-')}"
+        if getattr(args, name) is not None and args.method == "full":
+            parser.error(f"{option} needs --method lora or qlora")
+        if getattr(args, name) is not None and args.adapter and name != "base_name":
+            parser.error(f"{option}: --adapter has its own, leave it out")
+    args.epochs, args.rank = args.epochs or 1, args.rank or 16
+    args.alpha = args.alpha or 32.0
     return args
 
 
-def method_of(adapter: pathlib.Path) -> str:
-    """Returns the method that trained adapters, by their `run.json`; else LoRA."""
-    file = adapter / "run.json"
-    method = json.loads(file.read_text()).get("method") if file.exists() else None
-    return method if method in RATES else "lora"
-
-
 def allowed(
-    kind: Callable[[str], float], wanted: str, allows: Callable[[float], bool]
-) -> Callable[[str], float]:
-
-    def number(text: str) -> float:
+    kind: Callable[[str], Any], wanted: str, allows: Callable[[Any], object]
+) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
         if allows(value := kind(text)):
             return value
         raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
 
     return number
-
-
-def size(text: str) -> str:
-    if not re.fullmatch(r"[0-9]+([.][0-9]+)? ?([KMGT]i?B|B)?", text):
-        raise argparse.ArgumentTypeError(f"{text} is no size, such as 24GiB")
-    return text

@@ -17,6 +17,9 @@ from .records import parsed
 Turn = tuple[list[int], list[bool]]
 
 _USER = {"role": "user", "content": "x"}
+#: Roles by other names; templates may have more roles.
+ROLES = {x: x for x in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,37 +28,32 @@ class Chat:
 
     where: str  # file and line, for messages
     messages: Sequence[Mapping[str, Any]]
-    tools: Any
+    options: Mapping[str, Any]  # of the template
     tokenizer: Any
     known: int = 0  # messages of the prompt, which are not learned
 
     @classmethod
     def of(
-        cls, where: str, messages: Any, tools: Any, tokenizer: Any, known: int = 0
+        cls, where: str, messages: Any, record: Any, tokenizer: Any, known: int = 0
     ) -> "Chat":
-        if not all(map(_is_message, messages)):
-            raise FolderError(
-                f"{where} has no messages of role and content, no prompt and completion"
-                " (two strings or two such lists), no instruction and output, and no"
-                " text."
-            )
-        if not any(x["role"] == "assistant" for x in messages[known:]):
-            raise FolderError(f"{where} has no assistant's turn: nothing to learn.")
+        turns = [_message(f"{where}, turn {n}", x) for n, x in enumerate(messages, 1)]
+        if not any(map(_is_learned, turns[known:])):
+            raise FolderError(f"{where} has no assistant's turn to learn.")
         if tokenizer.chat_template is None:
             raise FolderError("the tokenizer has no chat template: give plain text.")
-        tools = parsed(where, tools or "null") if isinstance(tools, str) else tools
-        return cls(where, messages, tools, tokenizer, known)
+        text = lambda x: parsed(where, x or "null") if isinstance(x, str) else x
+        names = "chat_template_kwargs", "tools"
+        options, tools = (text(record.get(name)) for name in names)
+        if not isinstance(options or {}, dict):
+            raise FolderError(f"{where}: chat_template_kwargs={options!r}: no object.")
+        options = (options or {}) | ({} if tools is None else {"tools": tools})
+        return cls(where, turns, options, tokenizer, known)
 
     def turns(self) -> list[Turn]:
-        """Returns documents in which the assistant's turns are learned.
-
-        A turn is learned as the model writes it, after the prompt that the template
-        renders for it. If the template renders it differently before a later turn, as
-        those that remove earlier thoughts, it has a document of its own.
-        """
+        """Returns documents in which the assistant's turns are learned."""
         found = list[Turn]()
         for n in reversed(range(self.known, len(self.messages))):
-            if self.messages[n]["role"] != "assistant":
+            if not _is_learned(self.messages[n]):
                 continue
             tokens, start, stop = self._turn(n)
             same = [x for x in found if x[0][:stop] == tokens[:stop]]
@@ -69,6 +67,9 @@ class Chat:
         """Returns the tokens up to turn n, and where the turn begins and ends."""
         shown = self._rendered(self.messages[: n + 1])
         prompt, text = self._prompt(n, shown)
+        for k, x in enumerate(self.messages[:n]):
+            if x["role"] not in ("assistant", "tool"):
+                self._refuse_without(k, x.get("content") or "", text)
         self._refuse_hidden(n, text[len(os.path.commonprefix([prompt, text])) :])
         tokens = self._tokens(text)
         start = common(self._tokens(prompt), tokens)
@@ -136,11 +137,7 @@ class Chat:
     def _refuse_hidden(self, n: int, written: str) -> None:
         message = self.messages[n]
         for part in re.split("</?think>", message.get("content") or ""):
-            if part.strip() not in written:
-                raise FolderError(
-                    f"{self.where}: the chat template leaves out what the assistant"
-                    f" says in turn {n + 1}: {part.strip()[:60]!r}."
-                )
+            self._refuse_without(n, part, written)
         if (message.get("reasoning_content") or "").strip() not in written:
             print(
                 f"{self.where}: the chat template leaves out the reasoning_content of"
@@ -148,17 +145,23 @@ class Chat:
                 file=sys.stderr,
             )
 
+    def _refuse_without(self, n: int, part: str, text: str) -> None:
+        if part.strip() not in text:
+            raise FolderError(
+                f"{self.where}: the chat template leaves out what the"
+                f" {self.messages[n]['role']} says in turn {n + 1}:"
+                f" {part.strip()[:60]!r}."
+            )
+
     def _rendered(self, messages: Sequence[Any], **how: bool) -> str:
         if not messages:
             raise FolderError(f"{self.where} begins with the assistant.")
-        how = how if self.tools is None else {"tools": self.tools, **how}
         render = self.tokenizer.apply_chat_template
         try:
-            return render(list(messages), tokenize=False, **how)
+            return render(list(messages), **self.options | how | {"tokenize": False})
         except (TemplateError, TypeError, ValueError) as error:
-            raise FolderError(
-                f"{self.where}: the chat template says: {error}."
-            ) from None
+            why = f"{self.where}: the chat template says: {error}."
+            raise FolderError(why) from None
 
     def _tokens(self, text: str) -> list[int]:
         how = {"add_special_tokens": False, "verbose": False}
@@ -169,7 +172,25 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return len(os.path.commonprefix([list(one), list(other)]))
 
 
-def _is_message(x: Any) -> bool:
-    known = isinstance(x, Mapping) and isinstance(x.get("role"), str)
-    content = x.get("content") if known else None
-    return known and (isinstance(content, str) or bool(x.get("tool_calls")))
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def _message(where: str, x: Any) -> dict[str, Any]:
+    """Returns a message with its content as one text."""
+    if not isinstance(x, Mapping) or not isinstance(role := x.get("role"), str):
+        fields = f"only {', '.join(x)}" if isinstance(x, Mapping) else f"it is {x!r}"
+        raise FolderError(f"{where} has no role and content, {fields}.")
+    if (name := ROLES.get(role.lower(), role)) != role:
+        raise FolderError(f"{where} has role={role!r}: rename it to {name!r}.")
+    if role == "assistant" and x.get("weight") not in (None, 0, 1):
+        raise FolderError(f"{where} has weight={x['weight']!r}: give 0 or 1.")
+    content = x.get("content")
+    if isinstance(content, list):
+        kinds = [y.get("type") if isinstance(y, Mapping) else y for y in content]
+        if others := [kind for kind in kinds if kind != "text"]:
+            raise FolderError(f"{where}: only text is read, not type={others[0]!r}.")
+        content = "".join(str(y.get("text") or "") for y in content)
+    if not isinstance(content, str) and not (content is None and x.get("tool_calls")):
+        raise FolderError(f"{where} has content={content!r:.60}: give a text.")
+    return {**x} if content is None else {**x, "content": content}

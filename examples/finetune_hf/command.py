@@ -18,7 +18,7 @@ import paged_optax as po
 from .arguments import WAYS, parse_arguments
 from .display import picture, progress, reporter
 from .folder import FolderError, refuse_existing
-from .run import POOL, Run, merge, pinned_gigabytes
+from .run import POOL, Run, in_units, merge, pinned_gigabytes
 from .store import Store, working
 
 
@@ -63,8 +63,7 @@ def train(run: Run, store: Store) -> None:
     print(f"text: {rows}, of which {learned} are learned{held}")
     if left:
         print(f"not copied from {run.folder.path}: {', '.join(left)}")
-    there = f"{host / 2**30:.1f} GiB of host memory"
-    print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
+    print(f"way: {run.way} ({WAYS[run.way][1]}), {in_units(host)} of host memory")
     print(f"method: {run.method.name}")
     rate = f"learning rate up to {args.learning_rate:g}, {args.lr_scheduler_type}"
     print(f"steps: {run.steps} of {args.batch} rows, one at a time a device; {rate}")

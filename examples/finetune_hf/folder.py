@@ -1,8 +1,4 @@
-"""A Hugging Face folder: its configuration, and its weights, read and written in place.
-
-Weights are mapped into memory and read when they are used. The files that are written
-begin with the same headers: untrained tensors are equal bit for bit.
-"""
+"""A Hugging Face folder: its configuration, and weights read when they are used."""
 
 import collections
 import contextlib
@@ -88,8 +84,9 @@ class Folder:
 
     @classmethod
     def of_adapter(cls, path: pathlib.Path) -> "Folder":
-        config = _json(path / "adapter_config.json")
-        return cls._of(path, config, ["adapter_model.safetensors"])
+        if not (file := path / "adapter_config.json").exists():
+            raise FolderError(f"--adapter {path} has no adapters: is it --checkpoint?")
+        return cls._of(path, _json(file), ["adapter_model.safetensors"])
 
     @classmethod
     def _of(
@@ -149,11 +146,7 @@ class Folder:
             copy(entry, path / entry.name)
 
     def beside(self, *patterns: str) -> tuple[list[pathlib.Path], list[str]]:
-        """Lists what is copied beside weights, and the names of all else.
-
-        Entries that match no pattern and folders with weights, such as checkpoints, are
-        not copied. Raises `OSError` if a file cannot be read.
-        """
+        """Lists what is copied beside weights, and the names of all else."""
         copied, left = list[pathlib.Path](), list[str]()
         for entry in sorted(self.path.iterdir()):
             files = [x for x in (entry, *entry.rglob("*")) if not x.is_dir()]
@@ -189,9 +182,17 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     refuse_existing(path)
     partial = path.with_name(f"{path.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_folder(partial)
     yield partial
     partial.rename(path)
+
+
+def make_folder(path: pathlib.Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{path} cannot be made ({error.strerror})"
+        raise FolderError(f"{why}: give another --output.") from None
 
 
 def refuse_existing(path: pathlib.Path) -> None:

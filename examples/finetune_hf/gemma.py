@@ -1,8 +1,4 @@
-"""Gemma 3's decoder, of `eqx-zoo`'s attention.
-
-It computes what transformers computes for text; pictures are not trained on. Its
-configuration is that of transformers' class, with defaults.
-"""
+"""Gemma 3's decoder, of `eqx-zoo`'s attention; pictures are not trained on."""
 
 import functools
 from collections.abc import Mapping

@@ -57,10 +57,7 @@ class Full:
 
 
 class Adapted(eqx.Module):
-    r"""A matrix with an adapter: :math:`W x + \frac{\alpha}{r} B A x`.
-
-    The adapter is computed in float32, whatever `x` is in, as PEFT does.
-    """
+    """A matrix with an adapter, which is computed in float32, as PEFT does."""
 
     matrix: eqx.nn.Linear
     lora_A: jax.Array
@@ -97,9 +94,7 @@ class Packed(eqx.Module):
 class Lora:
     """Trains adapters of the matrices of attention and MLPs, by PEFT's names.
 
-    Experts and their router have none. Adapters are in float32. They begin as those in
-    another folder, with its rank and alpha, or have no effect yet. In four bits are all
-    matrices of layers but the router's.
+    Experts and their router have none. Adapters are in float32.
     """
 
     def __init__(self, decoder: Decoder, args: Namespace) -> None:
@@ -200,10 +195,7 @@ class Lora:
         self.save(folder, path, jax.tree.map(np.asarray, split.unstack(params)))
 
     def save(self, folder: Folder, path: pathlib.Path, adapters: Adapters) -> None:
-        """Writes adapters as PEFT does, or merged; checked with version 0.21.2.
-
-        https://huggingface.co/docs/peft/developer_guides/checkpoint
-        """
+        """Writes adapters as PEFT does, or merged; checked with version 0.21.2."""
         if self.merge:
             folder.write(path, self.merged(folder, adapters))
             return
@@ -216,10 +208,7 @@ class Lora:
             (partial / "adapter_config.json").write_text(text)
 
     def merged(self, folder: Folder, adapters: Adapters) -> Values:
-        """Yields the decoder's tensors with the adapters added, as PEFT merges them.
-
-        Matrices in four bits are dequantized.
-        """
+        """Yields the decoder's tensors with the adapters added, as PEFT merges them."""
         rounded = jax.jit(lambda x: Packed.of(x).unpacked())
         for path, _ in jax.tree_util.tree_leaves_with_path(self.decoder.shapes):
             name = dotted(path)
@@ -234,10 +223,7 @@ class Lora:
                 yield tensor, x
 
     def _targets(self) -> str | list[str]:
-        """Lists the last names of the adapted matrices, or returns a pattern.
-
-        Only a pattern excludes other modules with these names.
-        """
+        """Lists the matrices' last names, or a pattern if other modules have them."""
         last = lambda name: name.rpartition(".")[2]
         kinds = {*map(last, self.adapted)}
         others = {*self.matrices} - {*self.adapted}

@@ -1,8 +1,4 @@
-"""Decoders of `eqx-zoo` for a folder's `config.json`.
-
-Their parameters have the tensors' own names and shapes. Fields of the configuration
-that they do not compute are refused, with their value.
-"""
+"""Decoders of `eqx-zoo` for a folder's `config.json`, by the tensors' own names."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -193,10 +189,7 @@ class Decoder:
 
 
 def loss_of(decoder: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
-    """Sums the losses of a row, or of several, and counts the tokens.
-
-    Tokens see those before them in their own document, `row["segments"]`.
-    """
+    """Sums the losses of a row, or of several, and counts the tokens."""
     if row["segments"].ndim > 1:
         each = jax.vmap(lambda row: loss_of(decoder, row))(row)
         return po.WeightedLoss(*map(jnp.sum, each))
@@ -230,9 +223,7 @@ def refuse(family: str | None, config: Mapping[str, Any]) -> None:
     refuse_values("config.json", PLAIN | FAMILIES[family], config)
     ropes = [config[x] for x in ("rope_parameters", "rope_scaling") if config.get(x)]
     if len(ropes) > 1:
-        raise FolderError(
-            "config.json has rope_parameters and rope_scaling: leave one."
-        )
+        raise FolderError("config.json: rope_parameters, rope_scaling: leave one.")
     (rope,) = ropes or [{}]
     for field in ("rope_theta", "original_max_position_embeddings"):
         if len({config.get(field), rope.get(field)} - {None}) > 1:

@@ -13,25 +13,28 @@ from .folder import FolderError
 
 
 def records(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """Yields each record and its place, for messages.
-
-    `.jsonl` and `.json` are lines of objects, or one list of them; `.csv`, `.tsv` and
-    `.parquet` tables; a folder is one that `datasets` saved. Another file is a text.
-    """
+    """Yields each record and its place, for messages."""
     try:
         yield from _records(path)
     except FolderError:
         raise
+    except UnicodeDecodeError as error:
+        line = 1 + error.object.count(b"\n", 0, error.start)
+        why = f"{path}, line {line} is no UTF-8 ({error.reason})"
+        raise FolderError(f"{why}: convert the file to it.") from None
     except (csv.Error, OSError, ValueError, RuntimeError) as error:
-        raise FolderError(f"{path} cannot be read: {error}.") from None
+        why = str(error).rstrip(".")
+        raise FolderError(f"{path} cannot be read: {why}.") from None
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     places = lambda kind: (f"{path}, {kind} {n}" for n in itertools.count(1))
     numbered = lambda kind, found: zip(places(kind), found, strict=False)
-    if path.suffix == ".parquet" or path.is_dir():
+    if path.is_dir() or (path.suffix == ".parquet" and path.exists()):
         yield from numbered("row", map(_present, _table(path)))
         return
+    if not path.exists():
+        raise FolderError(f"{path} does not exist: give a file, or a folder of rows.")
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)
@@ -63,7 +66,11 @@ def _table(path: pathlib.Path) -> Iterable[Any]:
     if not path.is_dir():
         how = {"split": "train", "streaming": True}
         return datasets.load_dataset("parquet", data_files=name, **how)
-    table = datasets.load_from_disk(name)
+    try:
+        table = datasets.load_from_disk(name)
+    except FileNotFoundError:
+        why = f"{path} is no folder that datasets saved"
+        raise FolderError(f"{why}: give one, or a .parquet file.") from None
     if isinstance(table, dict):
         raise FolderError(
             f"{path} has the splits {', '.join(table)}: give one's folder, such as"

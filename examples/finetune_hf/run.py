@@ -89,7 +89,9 @@ class Run:
         if decoder.dtype.itemsize == 4:
             tx = po.paged_adamw(rate, **how)
         else:
-            how["master_remainders"] = method.frozen is None
+            is_full, is_half = method.frozen is None, decoder.dtype == np.float16
+            how["master_remainders"] = is_full and not is_half  # of bfloat16 alone
+            how["master_dtype"] = "float32" if is_full and is_half else None
             tx = po.paged_adamw_8bit(rate, **how)
         row, loss, mesh = train[0], method.loss, None
         if (count := args.devices) > 1:
@@ -115,10 +117,10 @@ class Run:
         for way, size in needed.items():
             if size < most:
                 return way
-        least, most = (x / 2**30 for x in (min(needed.values()), most))
+        least, most = map(in_units, (min(needed.values()), most))
         raise FolderError(
-            f"no way fits: the least takes {least:.1f} GiB of the device, and JAX takes"
-            f" {most:.1f}. Give less --batch or --length, or --method qlora."
+            f"no way fits: the least takes {least} of the device, and JAX takes {most}."
+            " Give less --batch or --length, or --method qlora."
         )
 
     def fits(self, memory: int | str) -> po.Footprints:
@@ -305,7 +307,7 @@ def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> lis
         why = " because nothing to learn is left" * (is_cut and lost > 0)
         print(
             f"{path}: {longer} of {len(read)} chats, or turns that the template renders"
-            f" alone, are longer than {args.length} tokens: {cut}{lost} left out{why}"
+            f" alone, have over {args.length + 1} tokens: {cut}{lost} left out{why}"
         )
     return rows(fit, args.length)
 
@@ -328,6 +330,11 @@ def decayed(params: PyTree) -> PyTree:
     names = lambda path: jax.tree_util.keystr(path).lower()
     decays = lambda path, _: not any(x in names(path) for x in ("norm", "bias"))
     return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def in_units(size: float) -> str:
+    unit = min(max(int(size).bit_length() - 1, 0) // 10, 3)
+    return f"{size / 1024**unit:.1f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
 def without_codec(way: str) -> str:

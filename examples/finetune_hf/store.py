@@ -17,7 +17,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from .folder import Folder, FolderError
+from .folder import Folder, FolderError, make_folder
 from .text import Row
 
 PyTree = Any
@@ -61,9 +61,7 @@ class Store:
                     how = HASHED.get(name, how)
                     raise FolderError(f"{how}: give the same, or another --output.")
         elif known.exists():
-            raise FolderError(
-                f"{path} has an unfinished run: --resume it, or remove it."
-            )
+            raise FolderError(f"{path} has an unfinished run: --resume or remove it.")
         return cls(path, decides)
 
     @functools.cached_property
@@ -73,7 +71,7 @@ class Store:
 
     def take(self, *, anew: bool) -> None:
         """Locks the folder until `close`, and empties it if `anew`."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self.lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

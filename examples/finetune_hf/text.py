@@ -36,18 +36,12 @@ def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
     """Reads a file's `records` as documents, see `documents_of`."""
     found = [x for place in records(path) for x in documents_of(*place, tokenizer)]
     if not any(any(x.learned) for x in found):
-        raise FolderError(f"{path} has nothing to learn: it is empty.")
+        raise FolderError(f"{path} has nothing to learn: it is empty, or blank.")
     return found
 
 
 def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
-    """Reads one record, by its fields.
-
-    `messages` is a chat: the assistant's turns are learned with the tokens that end
-    them. `prompt` and `completion` are two strings or two lists of messages: the second
-    is learned. `instruction`, `input` and `output` are Alpaca's: a chat, or Alpaca's
-    own text without a chat template. All of `text` is learned.
-    """
+    """Reads one record, by its fields, as `docs/start.md` says."""
     match record:
         case {"messages": [*messages]}:
             known = 0
@@ -66,20 +60,30 @@ def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
             messages, known = [{"role": x, "content": y} for x, y in pair], 1
         case {"text": str(text)}:
             return [_text(text, tokenizer)]
+        case {"conversations": _}:
+            how = "conversations to messages, from to role, value to content"
+            raise FolderError(f"{where} is ShareGPT's: rename {how}.")
+        case {"messages": x}:
+            raise FolderError(f"{where} has messages={x!r:.60}: give a list.")
+        case {"prompt": x, "completion": y}:
+            kinds = f"prompt is a {type(x).__name__}, completion a {type(y).__name__}"
+            raise FolderError(f"{where}: {kinds}: give two texts, or two lists.")
         case _:
-            messages, known = [None], 0
-    tools = record.get("tools") if isinstance(record, dict) else None
-    turns = Chat.of(where, messages, tools, tokenizer, known).turns()
+            raise FolderError(
+                f"{where} has no messages of role and content, no prompt and completion"
+                " (two texts or two lists), no instruction and output, and no text."
+            )
+    turns = Chat.of(where, messages, record, tokenizer, known).turns()
     return [Document(*turn, whole=True) for turn in turns]
 
 
 def _completed(prompt: str, answer: str, tokenizer: Any) -> Document:
     tokens = _text(prompt + answer, tokenizer).tokens
-    start = common(_text(prompt, tokenizer).tokens, tokens)
+    start = common(_text(prompt, tokenizer, ends=False).tokens, tokens)
     return Document(tokens, [n >= start for n in range(len(tokens))], whole=True)
 
 
-def _text(text: str, tokenizer: Any) -> Document:
+def _text(text: str, tokenizer: Any, *, ends: bool = True) -> Document:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -87,7 +91,7 @@ def _text(text: str, tokenizer: Any) -> Document:
     begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     tokens = tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
     last = tokenizer.eos_token_id
-    if text.strip() and last is not None and tokens[-1] != last:
+    if ends and text.strip() and last is not None and tokens[-1] != last:
         tokens = [*tokens, last]
     return Document(tokens, [bool(text.strip())] * len(tokens))
 
@@ -95,11 +99,7 @@ def _text(text: str, tokenizer: Any) -> Document:
 def fitted(
     found: Iterable[Document], length: int, too_long: str
 ) -> tuple[list[Document], int]:
-    """Cuts whole documents that are longer than a row, and counts them.
-
-    `"right"` keeps their first tokens, `"left"` their last, `"drop"` none. A document
-    in which nothing is learned then is left out.
-    """
+    """Cuts whole documents that are longer than a row, and counts them."""
     fit, longer = list[Document](), 0
     for x in found:
         if x.whole and len(x.tokens) > length + 1:
@@ -113,10 +113,7 @@ def fitted(
 
 
 def rows(found: Sequence[Document], length: int) -> list[Row]:
-    """Packs documents into rows of so many tokens.
-
-    Whole documents are packed by best fit, the longest first; the others are cut from
-    row to row.
+    """Packs documents into rows of so many tokens: whole ones by best fit.
 
     Returns:
       For each row: `tokens` and the `labels` that follow them; `positions` and

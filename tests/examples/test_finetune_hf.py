@@ -324,16 +324,69 @@ TEXTS = {
     "no assistant": ("a.jsonl", json.dumps({"messages": CHAT[:1]}), "no assistant's"),
     "no chat": ("a.jsonl", json.dumps({"message": "x"}), "no messages"),
     "no json": ("a.jsonl", "{", "line 1 is no JSON"),
+    "blank": ("a.jsonl", json.dumps({"text": " "}), "is empty, or blank"),
+    "missing": ("a.jsonl", None, "a.jsonl does not exist: give a file"),
+    "Latin": ("a.txt", b"a\nGr\xfc", "a.txt, line 2 is no UTF-8"),
+    "UTF-16": ("a.csv", "a,b".encode("utf-16"), "a.csv, line 1 is no UTF-8"),
+    "parquet": ("a.parquet", "x" * 99, "not a parquet file.\n"),
+    "no table": ("a/b", "x", "a is no folder that datasets saved: give one"),
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_bad_text(example, folders, name, tmp_path, capsys):
     file, text, says = TEXTS[name]
-    (tmp_path / file).write_text(text)
-    given = folders("qwen3", dtype="bfloat16"), tmp_path / file, tmp_path / "out"
+    if file.endswith(".parquet") or "/" in file:
+        pytest.importorskip("datasets")
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path = path.parent if "/" in file else path
+    given = folders("qwen3", dtype="bfloat16"), path, tmp_path / "out"
     assert example.command.main(_arguments(*given)) == 1
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert says in said and ".." not in said
+
+
+def test_an_output_that_cannot_be_made(example, folders, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    given = _arguments(folders("qwen3"), text, text / "out")
+    assert example.command.main(given) == 1
+    said = capsys.readouterr().err
+    assert "cannot be made (Not a directory): give another --output." in said
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_float16(example, folders, method, tmp_path, capsys):
+    """Masters of its parameters are copies: remainders complete bfloat16 alone."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    more = "--dtype", "float16", "--method", method, "--steps", "2"
+    hf_command.main(example, folders("qwen3"), text, tmp_path / "out", *more)
+    assert f"wrote {tmp_path / 'out'}\n" in capsys.readouterr().out
+
+
+def test_adapters_of_a_folder_of_weights(example, folders, tmp_path, capsys):
+    """Also one that a full run wrote, which has the method in its `run.json`."""
+    folder, text = tmp_path / "tuned", tmp_path / "text.txt"
+    shutil.copytree(folders("qwen3"), folder)
+    (folder / "run.json").write_text('{"method": "full"}')
+    text.write_text(TEXT)
+    given = _arguments(folder, text, tmp_path / "out")
+    assert example.command.main([*given, "--adapter", str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert f"--adapter {folder} has no adapters: is it --checkpoint?" in said
+
+
+def test_a_device_of_little_memory(example, folders, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    given = _arguments(folders("qwen3"), text, tmp_path / "out")
+    assert example.command.main([*given, "--device-memory", "1KiB"]) == 1
+    said = capsys.readouterr().err
+    assert "MiB of the device, and JAX takes 768.0 B. Give less" in said
 
 
 def test_a_machine_of_little_memory(example, folders, tmp_path, monkeypatch, capsys):

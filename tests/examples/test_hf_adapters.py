@@ -122,6 +122,11 @@ def test_other_adapters_are_refused(example, trained, name, tmp_path):
         ("--text a --merge", "need --method lora or qlora"),
         ("--text a --adapter b --method full", "need --method lora or qlora"),
         ("--text a --eval-text b --held-out 0.1", "give one of them"),
+        ("--text a --steps 2 --epochs 3", "--steps and --epochs: give one of them"),
+        ("--text a --rank 4", "--rank needs --method lora or qlora"),
+        ("--text a --alpha 4", "--alpha needs --method lora or qlora"),
+        ("--text a --base-name x", "--base-name needs --method lora or qlora"),
+        ("--text a --adapter b --rank 4", "--rank: --adapter has its own"),
     ],
 )
 def test_arguments_that_need_others(example, more, says, capsys):

@@ -102,6 +102,17 @@ def test_thoughts_that_are_left_out(read, example):
         read(template, [*TURNS[:1], assistant("<think>b</think>c")])
 
 
+def test_a_turn_that_is_left_out(read, example):
+    """Of another role than the assistant's: a sentence with what it says."""
+    template = REASONED.replace("{% else %}", "{% elif m.role == 'assistant' %}")
+    says = "x, line 7: the chat template leaves out what the developer says in turn 1"
+    turns = [{"role": "developer", "content": " be kind "}, *TURNS]
+    with pytest.raises(example.folder.FolderError, match=f"{says}: 'be kind'"):
+        read(template, turns)
+    blank = {"role": "developer", "content": " "}
+    assert read(template, [blank, *TURNS])[1] == TEMPLATES["reasoned"][1]
+
+
 def test_a_call_of_a_tool(read):
     """Is learned with what ends the turn; templates are told of the tools."""
     template = (
@@ -145,6 +156,21 @@ RECORDS = {
     "two strings": ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =| 2</s>"),
     "no prompt": ({"prompt": "", "completion": "2"}, "|2</s>"),
     "ended": ({"prompt": "1", "completion": "2</s>"}, "1|2</s>"),
+    "no completion": ({"prompt": "1", "completion": ""}, "1|</s>"),
+    "parts": (
+        {
+            "messages": [
+                user([{"type": "text", "text": x} for x in "ab"]),
+                assistant([{"type": "text", "text": "c"}]),
+            ]
+        },
+        "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n|c<|im_end|>\n",
+    ),
+    "a weight of 0": (
+        {"messages": [*TURNS[:1], assistant("b", weight=0), assistant("c", weight=1)]},
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>assistant\n|c<|im_end|>\n",
+    ),
     "two lists": (
         {"prompt": TURNS[:1], "completion": [assistant("b")]},
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n|b<|im_end|>\n",
@@ -220,6 +246,7 @@ def test_prompts_and_completions_as_trl_has_them(example, folders, kind, tmp_pat
             {"prompt": "1 + 1 =", "completion": " 2"},
             {"prompt": "the qui", "completion": "ck fox"},  # tokens merge in between
             {"prompt": "a", "completion": "b</s>"},
+            {"prompt": "a", "completion": ""},
         ],
         "lists": [
             {"prompt": TURNS[:1], "completion": [assistant("b")]},
@@ -259,15 +286,56 @@ def test_alpaca_of_a_model_without_a_template(example, tokenizer, given):
 
 @pytest.mark.parametrize(
     "record",
-    [
-        *({"prompt": "a"}, {"prompt": "a", "completion": TURNS}, {"output": "a"}, [1]),
-        *({"prompt": TURNS, "completion": ["b"]}, "a", None, {"messages": "a"}),
-    ],
+    [{"prompt": "a"}, {"output": "a"}, [1], "a", None, {"messages": [*TURNS, 1]}],
 )
 def test_records_of_no_known_fields(example, tokenizer, record):
     says = "x, line 1 has no messages of role and content, no prompt and completion"
+    if isinstance(record, dict) and "messages" in record:
+        says = "x, line 1, turn 5 has no role and content, it is 1"
     with pytest.raises(example.folder.FolderError, match=says):
         example.text.documents_of("x, line 1", record, tokenizer)
+
+
+HUMAN = {"from": "human", "value": "a"}
+PICTURE = [{"type": "text", "text": "a"}, {"type": "image"}]
+#: What is wrong with a record, and what the error says after its place.
+WRONG = [
+    ({"messages": "a"}, " has messages='a': give a list"),
+    ({"prompt": "a", "completion": TURNS}, ": prompt is a str, completion a list"),
+    ({"prompt": TURNS, "completion": "b"}, ": prompt is a list, completion a str"),
+    ({"prompt": TURNS, "completion": ["b"]}, ", turn 5 has no role and content, it is"),
+    ({"conversations": [HUMAN]}, " is ShareGPT's: rename conversations to messages"),
+    ({"messages": [HUMAN]}, ", turn 1 has no role and content, only from, value"),
+    *(
+        ({"messages": [{"role": role, "content": "a"}]}, f", turn 1 has role='{role}'")
+        for role in ("human", "gpt", "Assistant")
+    ),
+    ({"messages": [user(5)]}, ", turn 1 has content=5: give a text"),
+    ({"messages": [*TURNS, assistant(None)]}, ", turn 5 has content=None"),
+    ({"messages": [user(PICTURE)]}, ", turn 1: only text is read, not type='image'"),
+    ({"messages": [assistant("a", weight=0.5)]}, ", turn 1 has weight=0.5: give 0 or"),
+    ({"messages": [user("a"), assistant("a", weight=0)]}, " has no assistant's turn"),
+    ({"messages": TURNS, "chat_template_kwargs": [1]}, ": chat_template_kwargs=.1."),
+]
+
+
+@pytest.mark.parametrize(("record", "says"), WRONG)
+def test_wrong_records(example, tokenizer, record, says):
+    with pytest.raises(example.folder.FolderError, match=f"^x, line 1{says}"):
+        example.text.documents_of("x, line 1", record, tokenizer)
+
+
+@pytest.mark.parametrize("given", [{"thinks": False}, '{"thinks": false}'])
+def test_arguments_of_a_template(read, given):
+    """As TRL has them in a record."""
+    begun = "assistant\n{% if thinks == false %}<think></think>{% endif %}"
+    template = TEMPLATE.replace("assistant\n", begun).replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' and thinks == false %}<think></think>{% endif %}"
+        "{{ m.content }}",
+    )
+    whole, learned = read(template, TURNS[:2], chat_template_kwargs=given)
+    assert learned == "a s<|im_end|>\n" and "assistant\n<think></think>a s" in whole
 
 
 def test_a_completion_without_an_answer(example, tokenizer):

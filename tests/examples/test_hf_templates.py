@@ -152,7 +152,7 @@ def test_what_is_learned_of_a_chat(example, name):
     compared = 0
     for kind, chat in CHATS.items():
         try:
-            turns = example.chats.Chat.of("x, line 1", chat, None, tokenizer).turns()
+            turns = example.chats.Chat.of("x, line 1", chat, {}, tokenizer).turns()
         except example.folder.FolderError as error:
             assert "x, line 1" in str(error), (kind, error)
             continue
