@@ -22,8 +22,7 @@ def attention(
         mask = mask[..., None, :, :]
     device, dtype = jax.devices()[0], query.dtype
     how = "cudnn" if has_cudnn(device, query) else "xla"
-    is_half_on_cpu = dtype == jnp.float16 and device.platform == "cpu"
-    if is_half_on_cpu or (dtype == jnp.bfloat16 and not has_bfloat16(device)):
+    if not has_products(device, dtype):
         # XLA refuses the products' algorithm that JAX chooses (jax 0.12.0.1).
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     return jax.nn.dot_product_attention(
@@ -31,10 +30,14 @@ def attention(
     ).astype(dtype)
 
 
-def has_bfloat16(device: jax.Device) -> bool:
-    """Returns whether a device multiplies bfloat16: GPUs before Ampere do not."""
-    cuda = "cuda" in device.client.platform_version
-    return not cuda or generation(device) >= 8
+def has_products(device: jax.Device, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether XLA multiplies a dtype as `jax.nn` asks for.
+
+    It has bfloat16 on GPUs from Ampere on, and float16 on no CPU.
+    """
+    if "cuda" in device.client.platform_version:
+        return dtype != jnp.bfloat16 or generation(device) >= 8
+    return dtype != jnp.float16 or device.platform != "cpu"
 
 
 def has_cudnn(device: jax.Device, query: jax.Array) -> bool:

@@ -92,20 +92,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--eval-text and --held-out: give one of them")
     if args.text is None and not (args.merge and args.adapter):
         parser.error("--text is missing: only --merge with --adapter needs none")
-    if args.method is None:  # an adapter's is in its run.json, or is LoRA
-        known = args.adapter / "run.json" if args.adapter else None
-        settings = json.loads(known.read_text()) if known and known.exists() else {}
-        other = "lora" if known else "full"
-        args.method = "qlora" if settings.get("method") == "qlora" else other
+    if args.method is None and args.adapter:
+        known = args.adapter / "run.json"
+        settings = json.loads(known.read_text()) if known.exists() else {}
+        args.method = "qlora" if settings.get("method") == "qlora" else "lora"
+    args.method = args.method or "full"
     if args.method == "full" and (args.merge or args.adapter):
         parser.error("--adapter and --merge need --method lora or qlora")
     if args.steps and args.epochs:
         parser.error("--steps and --epochs: give one of them")
     for name in ("rank", "alpha", "base_name"):
-        option = f"--{name.replace('_', '-')}"
-        if getattr(args, name) is not None and args.method == "full":
+        option, given = f"--{name.replace('_', '-')}", getattr(args, name) is not None
+        if given and args.method == "full":
             parser.error(f"{option} needs --method lora or qlora")
-        if getattr(args, name) is not None and args.adapter and name != "base_name":
+        if given and args.adapter and name != "base_name":
             parser.error(f"{option}: --adapter has its own, leave it out")
     args.epochs, args.rank = args.epochs or 1, args.rank or 16
     args.alpha = args.alpha or 32.0

@@ -57,7 +57,7 @@ class Full:
 
 
 class Adapted(eqx.Module):
-    """A matrix with an adapter, which is computed in float32, as PEFT does."""
+    r"""Computes :math:`Wx + \frac{\alpha}{r} BAx`, the adapter in float32 as PEFT."""
 
     matrix: eqx.nn.Linear
     lora_A: jax.Array
@@ -196,6 +196,7 @@ class Lora:
 
     def save(self, folder: Folder, path: pathlib.Path, adapters: Adapters) -> None:
         """Writes adapters as PEFT does, or merged; checked with version 0.21.2."""
+        # https://huggingface.co/docs/peft/developer_guides/checkpoint
         if self.merge:
             folder.write(path, self.merged(folder, adapters))
             return

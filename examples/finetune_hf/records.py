@@ -23,18 +23,17 @@ def records(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         why = f"{path}, line {line} is no UTF-8 ({error.reason})"
         raise FolderError(f"{why}: convert the file to it.") from None
     except (csv.Error, OSError, ValueError, RuntimeError) as error:
-        why = str(error).rstrip(".")
-        raise FolderError(f"{path} cannot be read: {why}.") from None
+        raise FolderError(f"{path} cannot be read: {str(error).rstrip('.')}.") from None
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     places = lambda kind: (f"{path}, {kind} {n}" for n in itertools.count(1))
     numbered = lambda kind, found: zip(places(kind), found, strict=False)
-    if path.is_dir() or (path.suffix == ".parquet" and path.exists()):
-        yield from numbered("row", map(_present, _table(path)))
-        return
     if not path.exists():
         raise FolderError(f"{path} does not exist: give a file, or a folder of rows.")
+    if path.suffix == ".parquet" or path.is_dir():
+        yield from numbered("row", map(_present, _table(path)))
+        return
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)

@@ -21,7 +21,7 @@ def machine_rate(name: str, value: int | float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A card: bytes of memory, GB/s of the link, TFLOP/s of dense products, seconds."""
+    """Bytes of memory, GB/s of the link, TFLOP/s of dense products, and a latency."""
 
     memory: int
     link: float = 25.0  # in one direction; PCI Express 4
@@ -30,7 +30,8 @@ class Card:
     gpu: bool = True  # False: a TPU
     bfloat16: float | None = None  # of tensor cores that support float16 only
     unified_memory: bool = False  # device and host are one memory
-    # Of a moment's page, beyond its bytes. An H200's (jax 0.11.2), assumed of others.
+    # Seconds of a moment's page beyond its bytes: an H200's (jax 0.11.2), assumed of
+    # other GPUs. A TPU starts its own transfers.
     latency: float = 22e-6
     # Shares of the TFLOP/s in training, at worst and at best. Large models on many
     # GPUs: 40 to 57% (Korthikanti et al., "Reducing Activation Recomputation in Large

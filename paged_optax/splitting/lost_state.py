@@ -91,20 +91,18 @@ def warn_of_lost_state(
                 f" count or key that no step changes (at {line(drawn[0])}). They are"
                 " the same in each step.",
             )
-        elif bits[n] & lost:
+        elif bits[n] & lost and "value" not in texts:
             made = [index for x, index in renewed if x & bits[n]]
             where = f" (at {line(made[-1])})" if made else ""
-            trained = (
+            texts["value"] = (
                 f"the loss does not depend on {name}, and computes a new value of it,"
-                f" as of a running statistic{where}. The optimizer does not train"
-                " it, but may change it, for example by weight decay."
+                f" as of a running statistic{where}. The optimizer does not train it,"
+                " but may change it, for example by weight decay."
+                if bits[n] & params
+                else f"the loss computes a new value of {name}, such as a running"
+                f" statistic{where}, which the next step does not read: it begins with"
+                " the old one."
             )
-            stale = (
-                f"the loss computes a new value of {name}, such as a running statistic"
-                f"{where}, which the next step does not read: it begins with the"
-                " old one."
-            )
-            texts.setdefault("value", trained if bits[n] & params else stale)
     for text in texts.values():
         warn_user(f"{text} {STATE_RECIPE}")
 

@@ -208,11 +208,11 @@ class LeafStreams:
             values = new if isinstance(new, list) else [new] * len(self.gates)
             moves = [self.moves[param_index] for param_index in range(len(self.gates))]
             return list(map(choose_by, moves, values, self.counts[index]))
-        # Results of a leaf's program are chosen already.
-        is_output = any(index in x.outputs for x in self.analysis.leaf_updates)
         if new is self.arguments[index]:
             return new
-        return self._undivided(index, new) if is_output else self._gated(index, new)
+        if any(index in x.outputs for x in self.analysis.leaf_updates):
+            return self._undivided(index, new)  # chosen already
+        return self._gated(index, new)
 
     def _undivided(self, index: int, new: PyTree[Array]) -> PyTree[Array]:
         """Replicates a moment of another shape than its parameter, as `init` does.

@@ -120,16 +120,17 @@ class StoredLeaf:
         if not alike or (field != "codes" and field != self.codes_field):
             coded = isinstance(self.stored, Quantized)
             place = f" in {self.codes_field!r}" if coded else ""
-            unknown = (
-                " If that is so, nothing in this jax.jit says how they are divided:"
-                " compile by jit_step, or pass paged(..., shardings=...)."
-            )
+            unknown = ""
+            if self.shards is None and field != of_one_part(field):
+                unknown = (
+                    " If that is so, nothing in this jax.jit says how they are divided:"
+                    " compile by jit_step, or pass paged(..., shardings=...)."
+                )
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
                 f" {self.codec!r} stores {self.stored}{place}: pass the codec that the"
                 " state was made with, or make the state with this transformation's own"
-                " init, for parameters divided as these are."
-                f"{unknown if '_in_' in field and self.shards is None else ''}"
+                f" init, for parameters divided as these are.{unknown}"
             )
         shapes, structure = jax.tree.flatten(self.stored)
         return structure.unflatten(map(reshaped_like, jax.tree.leaves(stored), shapes))

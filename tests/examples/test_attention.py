@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples import attention as module
-from examples.attention import attention, has_bfloat16, has_cudnn
+from examples.attention import attention, has_cudnn, has_products
 from helpers import aot
 
 
@@ -65,11 +65,17 @@ def test_where_cudnn_is(there, length, head, dtype, wanted):
 
 
 @pytest.mark.parametrize(
-    ("there", "wanted"),
-    [(device(), True), (device("7.5"), False), (jax.devices()[0], True)],
+    ("there", "dtype", "wanted"),
+    [
+        (device(), "bfloat16", True),
+        (device("7.5"), "bfloat16", False),
+        (device("7.5"), "float16", True),
+        (jax.devices()[0], "bfloat16", True),
+        (jax.devices()[0], "float16", False),
+    ],
 )
-def test_where_bfloat16_is_multiplied(there, wanted):
-    assert has_bfloat16(there) == wanted
+def test_where_a_dtype_is_multiplied(there, dtype, wanted):
+    assert has_products(there, jnp.dtype(dtype)) == wanted
 
 
 LENGTH, HEADS = 4096, 32
@@ -110,7 +116,7 @@ def test_a_t4_takes_bfloat16(monkeypatch):
     """XLA refuses the algorithm that `jax.nn` asks for."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="ALG_DOT_BF16_BF16_F32"):
         aot.h200(build(True), card="t4")
-    monkeypatch.setattr(module, "has_bfloat16", lambda _: False)
+    monkeypatch.setattr(module, "has_products", lambda *_: False)
     aot.h200(build(True), card="t4")
     given = [x.astype("bfloat16") for x in jnp.ones((3, 8, 2, 4))]
     assert attention(*given).dtype == "bfloat16"
