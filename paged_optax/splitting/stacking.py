@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -20,6 +20,7 @@ from paged_optax.backend.types import (
     shape_dtype,
 )
 from paged_optax.backend.validation import brief, check_arrays
+from paged_optax.engine.transfers import to_host
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
 from paged_optax.layerwise.slices import write_slice
@@ -189,11 +190,12 @@ def _on_host(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) ->
     in_jax = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
     if in_jax or axis is not None or not on_host(offload([like], min_size)):
         return offload([stack_leaves(leaves, axis)], min_size)[0]
-    # NumPy arrays are copied layer by layer, without a second stack in NumPy.
-    stack = place_on_host(np.zeros(like.shape, like.dtype))
+    # NumPy arrays are copied layer by layer, and the stack is allocated once: not in
+    # NumPy, and not on the device either.
+    stack = jax.jit(lambda: to_host(lax.empty(like.shape, like.dtype), True))()
     write = jax.jit(write_slice, donate_argnums=0)
     for n, x in enumerate(leaves):
-        stack = jax.block_until_ready(write(stack, np.asarray(x)[None], n))
+        stack = jax.block_until_ready(write(stack, jnp.asarray(np.asarray(x))[None], n))
     return stack
 
 

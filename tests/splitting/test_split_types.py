@@ -123,14 +123,15 @@ def test_a_loss_is_traced_once_and_freed():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("on_host", [False, True, "all"])
 def test_parameters_made_before_the_mesh(kind, on_host):
-    params = params_of()
+    params = {"layers": [{"w": weights(128, 128)} for _ in range(3)]}
     arrays = jax.tree.map(np.asarray, params)
     with jax.set_mesh(jax.make_mesh((8,), ("x",), (kind,))):
-        model = po.split_layers(loss, params, X)
+        model = po.split_layers(loss, params, weights(4, 128))
         for tree in (params, arrays):
             stacked = model.stack(tree, on_host=on_host, min_size=0)
             w = stacked["layers"]["w"]
             assert isinstance(w, np.ndarray) or len(w.sharding.device_set) == 8
+            assert not on_host or w.sharding.memory_kind == "pinned_host"
             jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), arrays)
 
 
