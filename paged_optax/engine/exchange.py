@@ -108,10 +108,8 @@ def exchange(
     items = [(p, leaf) for p in exchanged for leaf in range(leaf_count)]
     retained = {(p, leaf): current[p][leaf] for p, leaf in items}
     loaded = {(p, leaf): page[p][leaf] for p, leaf in items}
-    # A GPU computes the results on the device while the first group travels. On a TPU
-    # that would take memory.
+    unwritten = {(p, leaf): results[p][leaf] for p, leaf in items}
     on_device = {p: x for p, x in current.items() if p not in page and p in results}
-    on_device = on_device if more is None else {}
 
     def fetch(item: _Item) -> Fetched:
         read = functools.partial(arrays[item[0]].fetch, at=next_at)
@@ -123,19 +121,20 @@ def exchange(
     for (sources, targets), after in zip(turns, turns[1:] + turns[:1], strict=True):
         new_pages = {item: fetch(item) for item in sources}
         written = {
-            (p, leaf): arrays[p].write(
-                retained[p, leaf], results[p][leaf], at, travels=True
-            )
-            for p, leaf in targets
+            x: arrays[x[0]].write(retained[x], unwritten.pop(x), at, travels=True)
+            for x in targets
         }
         # The next turn waits, or XLA may begin all reads before the first write.
         next_ones = {*sources, *after[0], *after[1]} - {*targets}
         pending = {x: retained[x] for x in sorted(next_ones)}
         # One barrier on all: the read of a buffer ends before a later write of it
-        # begins, or XLA copies the whole buffer.
-        new_pages, written, pending, on_device = barrier(
-            (new_pages, written, pending, on_device)
+        # begins, or XLA copies the whole buffer. A GPU computes all results while the
+        # first group travels. On a TPU that would take memory.
+        computed = (on_device, unwritten) if more is None else ()
+        new_pages, written, pending, computed = barrier(
+            (new_pages, written, pending, computed)
         )
+        on_device, unwritten = computed or (on_device, unwritten)
         loaded |= new_pages
         retained |= written | pending
     by_array = lambda x: {
