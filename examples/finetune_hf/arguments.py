@@ -30,6 +30,7 @@ MERGE = "write the weights with the adapters added; without --text those of --ad
 BASE = "of the weights in adapter_config.json (default: --adapter's, or the path)"
 LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
 DEVICES = "devices of this machine that divide weights, moments and a step's rows"
+ASIDE = "share of records to evaluate on, drawn by --seed; of one text, its end"
 STOP = "step to save and stop after; once resumed it is not stopped there again"
 WAY = "weights on the device, of layers on the host, or all there; auto: what fits"
 
@@ -54,7 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--checkpoint", "the model's folder", type=path, required=True)
     add("--text", TEXT, type=path)
     add("--eval-text", "records to evaluate on, as --text has them", type=path)
-    add("--held-out", "share of rows to evaluate on", type=share, default=0.0)
+    add("--held-out", ASIDE, type=share, default=0.0)
     add("--output", "the new folder", type=path, required=True)
     add("--resume", "continue an unfinished run", action="store_true")
     add("--batch", "rows a step, one at a time a device", type=some, default=4)

@@ -1,11 +1,12 @@
 """Chats in the folder's own template, and the tokens that the model writes in them."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -73,24 +74,40 @@ class Chat:
         self._refuse_hidden(n, text[len(os.path.commonprefix([prompt, text])) :])
         tokens = self._tokens(text)
         start = common(self._tokens(prompt), tokens)
-        return tokens, start, len(tokens) - self._beyond(n, shown, tokens[start:])
+        stop = len(tokens) - self._beyond(n, shown, tokens[start:])
+        if next(self._visible(tokens[start:stop][::-1]), None) not in self._special:
+            # GLM has no token of its own there, and stops as it writes the next role's.
+            followed = self._followed(n, self.messages[n + 1 : n + 2] or [_USER])
+            after = followed.removeprefix(shown) if followed.startswith(shown) else ""
+            ending = self._special.intersection(self._tokens(after)[:1])
+            tokens, stop = [*tokens[:stop], *ending], stop + len(ending)
+        return tokens, start, stop
+
+    @functools.cached_property
+    def _special(self) -> set[int]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {n for n, x in added if x.special} | {*self.tokenizer.all_special_ids}
+
+    def _visible(self, tokens: Sequence[int]) -> Iterator[int]:
+        return (x for x in tokens if not self.tokenizer.decode([x]).isspace())
+
+    def _followed(self, n: int, after: Sequence[Any]) -> str:
+        with contextlib.suppress(FolderError):
+            return self._rendered([*self.messages[: n + 1], *after])
+        return ""
 
     def _beyond(self, n: int, shown: str, written: Sequence[int]) -> int:
         """Counts the tokens that end the chat, after the one that ends turn n."""
-        message = self.messages[n]
-        try:
-            followed = self._rendered([*self.messages[: n + 1], _USER])
-        except FolderError:
+        message, tokens = self.messages[n], self._tokens(shown)
+        if not (followed := self._followed(n, [_USER])):
             return 0
-        tokens = self._tokens(shown)
         count = len(tokens) - common(self._tokens(followed), tokens)
         end = len(written) - count
         if end <= 0 or not (message.get("content") or message.get("tool_calls")):
             return 0
-        special = set(self.tokenizer.all_special_ids)
-        visible = lambda x: not self.tokenizer.decode([x]).isspace()
-        last, more = (filter(visible, x) for x in (written[:end], written[end:]))
-        return count if special.issuperset([*[*last][-1:], *more]) else 0
+        ends = {next(self._visible(written[:end][::-1]), None)} - {None}
+        ends.update(self._visible(written[end:]))
+        return count if ends <= self._special else 0
 
     def _prompt(self, n: int, shown: str) -> tuple[str, str]:
         """Returns the text before what the model writes in turn n, and all text."""
@@ -138,12 +155,14 @@ class Chat:
         message = self.messages[n]
         for part in re.split("</?think>", message.get("content") or ""):
             self._refuse_without(n, part, written)
-        if (message.get("reasoning_content") or "").strip() not in written:
-            print(
-                f"{self.where}: the chat template leaves out the reasoning_content of"
-                f" turn {n + 1}",
-                file=sys.stderr,
-            )
+        for call in message.get("tool_calls") or ():
+            match call:
+                case {"function": {"name": str(name)}} | {"name": str(name)}:
+                    self._refuse_without(n, name, written)
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            if str(message.get(name) or "").strip() not in written:
+                what = f"the chat template leaves out the {name} of turn {n + 1}"
+                print(f"{self.where}: {what}", file=sys.stderr)
 
     def _refuse_without(self, n: int, part: str, text: str) -> None:
         if part.strip() not in text:

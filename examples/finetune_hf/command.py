@@ -16,7 +16,7 @@ import jax
 import paged_optax as po
 
 from .arguments import WAYS, parse_arguments
-from .display import picture, progress, reporter
+from .display import progress, reporter
 from .folder import FolderError, refuse_existing
 from .run import POOL, Run, in_units, merge, pinned_gigabytes
 from .store import Store, working
@@ -108,7 +108,6 @@ def train(run: Run, store: Store) -> None:
     run.method.write(run.folder, args.output, run.split, carry[0])
     for name in ("losses.csv", "run.json"):
         shutil.copy(store.path / name, args.output / name)
-    picture(args.output / "losses.csv", args.output / "losses.png")
     shutil.rmtree(store.path)
     print(f"wrote {args.output}")
     if parts := run.decoder.untrained(run.folder):

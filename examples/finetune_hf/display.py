@@ -1,14 +1,11 @@
-"""Progress, reports and a picture of the losses."""
+"""Progress, and reports of the losses."""
 
 import contextlib
-import csv
 import importlib
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
@@ -52,24 +49,8 @@ def reporter(kind: str, arguments: Mapping[str, Any]) -> Callable[..., None]:
     except ImportError:
         raise FolderError(f"--report-to {kind} needs pip install {package}.") from None
     if kind == "tensorboard":
-        writer = module.SummaryWriter(f"{arguments['output']}.tensorboard")
-        return lambda number, values: [
-            writer.add_scalar(name, x, number) for name, x in values.items()
-        ]
+        write = module.SummaryWriter(f"{arguments['output']}.tensorboard").add_scalar
+        return lambda number, values: [write(*x, number) for x in values.items()]
     settings = {name: str(x) for name, x in arguments.items()}
     run = module.init(project="finetune_hf", config=settings)
     return lambda number, values: run.log(values, step=number)
-
-
-def picture(losses: pathlib.Path, path: pathlib.Path) -> None:
-    with losses.open() as file:
-        lines = list(csv.DictReader(file))
-    figure = Figure(figsize=(6, 4))
-    axes = figure.subplots()
-    for name in ("loss", "held out"):
-        points = [(int(x["step"]), float(x[name])) for x in lines if x[name]]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=name)
-    axes.set(xlabel="step", ylabel="nats a token")
-    axes.legend()
-    figure.savefig(path, bbox_inches="tight")

@@ -92,10 +92,7 @@ class Packed(eqx.Module):
 
 
 class Lora:
-    """Trains adapters of the matrices of attention and MLPs, by PEFT's names.
-
-    Experts and their router have none. Adapters are in float32.
-    """
+    """Trains adapters in float32 of attention's and MLPs' matrices, not of experts."""
 
     def __init__(self, decoder: Decoder, args: Namespace) -> None:
         self.decoder, self.seed, self.merge = decoder, args.seed, args.merge

@@ -21,7 +21,7 @@ from .arguments import LENGTH, RATES, WAYS
 from .folder import Folder, FolderError
 from .methods import Full, Lora
 from .model import Decoder
-from .text import Row, batches, documents, fitted, rows, stacked
+from .text import Documents, Row, batches, divided, documents, fitted, rows, stacked
 
 PyTree = Any
 
@@ -58,17 +58,11 @@ class Run:
         if args.devices > 1 and decoder.experts:
             raise FolderError("--devices 1 is needed for experts: leave it out.")
         tokenizer = tokenizer_of(args.checkpoint)
-        train, held_out = rows_of(args, args.text, tokenizer), []
+        kept, aside = divided(documents(args.text, tokenizer), args.held_out, args.seed)
         if args.eval_text:
-            held_out = rows_of(args, args.eval_text, tokenizer)
-        elif aside := math.ceil(args.held_out * len(train)):
-            train, held_out = train[:-aside], train[-aside:]
-        for path, found in ((args.text, train), (args.eval_text, held_out)):
-            if path and not found:
-                raise FolderError(
-                    f"{path} has no row of {args.length} tokens to learn: give more"
-                    " text, more --length, or less --held-out."
-                )
+            aside, _ = divided(documents(args.eval_text, tokenizer), 0, 0)
+        train = rows_of(args, args.text, kept)
+        held_out = rows_of(args, args.eval_text or args.text, aside) if aside else []
         decoder.refuse_tokens([*train, *held_out])
         return cls.on(args, folder, decoder, train, held_out)
 
@@ -298,8 +292,7 @@ def merge(args: argparse.Namespace) -> None:
     print(f"wrote {args.output}")
 
 
-def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> list[Row]:
-    read = documents(path, tokenizer)
+def rows_of(args: argparse.Namespace, path: pathlib.Path, read: Documents) -> list[Row]:
     fit, longer = fitted(read, args.length, args.too_long)
     if longer:
         lost, is_cut = len(read) - len(fit), args.too_long != "drop"
@@ -309,7 +302,10 @@ def rows_of(args: argparse.Namespace, path: pathlib.Path, tokenizer: Any) -> lis
             f"{path}: {longer} of {len(read)} chats, or turns that the template renders"
             f" alone, have over {args.length + 1} tokens: {cut}{lost} left out{why}"
         )
-    return rows(fit, args.length)
+    if not (found := rows(fit, args.length)):
+        why = f"{path} has no row of {args.length} tokens to learn"
+        raise FolderError(f"{why}: give more text, more --length, or less --held-out.")
+    return found
 
 
 def schedule(kind: str, rate: float, warmup: float, steps: int) -> optax.Schedule:

@@ -129,11 +129,8 @@ def working(output: pathlib.Path) -> pathlib.Path:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Disables tracebacks of a failing write in a thread, for good if it fails."""
-    loud = [logging.getLogger(name) for name in ("absl", "asyncio")]
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    for logger in loud:
-        logger.disabled = True
+    logging.disable()
     yield
+    logging.disable(logging.NOTSET)
     sys.unraisablehook = hook
-    for logger in loud:
-        logger.disabled = False

@@ -2,8 +2,9 @@
 
 import bisect
 import dataclasses
+import math
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from .folder import FolderError
 from .records import records
 
 Array = np.ndarray
-#: Arrays of a row, see `rows`.
+#: Arrays of a row: `tokens` and the `labels` that follow them; `positions` and
+#: `segments`, which number the documents; `weights`, 1 where a label is learned.
 Row = dict[str, Array]
 #: For models without a template, from https://github.com/tatsu-lab/stanford_alpaca.
 ALPACA = (
@@ -32,15 +34,31 @@ class Document:
     whole: bool = False
 
 
-def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
+#: Of one record, or of several.
+Documents = list[Document]
+
+
+def documents(path: pathlib.Path, tokenizer: Any) -> list[Documents]:
     """Reads a file's `records` as documents, see `documents_of`."""
-    found = [x for place in records(path) for x in documents_of(*place, tokenizer)]
-    if not any(any(x.learned) for x in found):
+    found = [documents_of(*place, tokenizer) for place in records(path)]
+    if not any(any(x.learned) for parts in found for x in parts):
         raise FolderError(f"{path} has nothing to learn: it is empty, or blank.")
     return found
 
 
-def documents_of(where: str, record: Any, tokenizer: Any) -> list[Document]:
+def divided(found: list[Documents], share: float, seed: int) -> list[Documents]:
+    """Holds out a share of the records, drawn at random; of one text, its end."""
+    count, ((first, *_), *others) = math.ceil(share * len(found)), found
+    if count and not others and not first.whole:
+        at = math.ceil((1 - share) * len(first.tokens))
+        halves = ((x[:at], x[at:]) for x in (first.tokens, first.learned))
+        return [[Document(*half)] for half in zip(*halves, strict=True)]
+    order = np.random.default_rng(seed).permutation(len(found)).tolist()
+    parts = sorted(order[count:]), order[:count]
+    return [[x for n in part for x in found[n]] for part in parts]
+
+
+def documents_of(where: str, record: Any, tokenizer: Any) -> Documents:
     """Reads one record, by its fields, as `docs/start.md` says."""
     match record:
         case {"messages": [*messages]}:
@@ -96,9 +114,7 @@ def _text(text: str, tokenizer: Any, *, ends: bool = True) -> Document:
     return Document(tokens, [bool(text.strip())] * len(tokens))
 
 
-def fitted(
-    found: Iterable[Document], length: int, too_long: str
-) -> tuple[list[Document], int]:
+def fitted(found: Documents, length: int, too_long: str) -> tuple[Documents, int]:
     """Cuts whole documents that are longer than a row, and counts them."""
     fit, longer = list[Document](), 0
     for x in found:
@@ -113,13 +129,7 @@ def fitted(
 
 
 def rows(found: Sequence[Document], length: int) -> list[Row]:
-    """Packs documents into rows of so many tokens: whole ones by best fit.
-
-    Returns:
-      For each row: `tokens` and the `labels` that follow them; `positions` and
-      `segments`, which number the row's documents; `weights`, 1 where the label is of
-      the same document and learned.
-    """
+    """Packs documents into rows of so many tokens: whole ones by best fit."""
     whole = [x for x in found if x.whole]
     packed = [*_cut([x for x in found if not x.whole], length), *_fit(whole, length)]
     return [row for row in packed if row["weights"].any()]

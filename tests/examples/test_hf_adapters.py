@@ -1,7 +1,6 @@
 """Adapters of `examples/finetune_hf`: gone on with, merged, and named."""
 
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -143,10 +142,8 @@ def test_both_losses_of_four_bits(example, folders, tmp_path, capsys):
     more = ["--method", "qlora", "--steps", "1"]
     main(example, folder, text, tmp_path / "out", *more)
     last = capsys.readouterr().out.splitlines()[-1]
-    rows = example.text.rows(
-        example.text.documents(text, example.run.tokenizer_of(folder)), 64
-    )
-    held = rows[-math.ceil(0.1 * len(rows)) :]
+    found = example.text.documents(text, example.run.tokenizer_of(folder))
+    held = example.text.rows(example.text.divided(found, 0.1, 0)[1], 64)
     means = []
     for method in ("qlora", "lora"):
         opened, lora = lora_of(example, folder, method, tmp_path / "out")

@@ -57,6 +57,11 @@ BRACKETS = (
     "{% elif m.role == 'assistant' %} {{ m.content }}</s>"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
+# As GLM's, whose turns end as the next role's token begins another.
+ROLES = (
+    "{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else '<|im_start|>' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
 TURNS = [user("a"), assistant("a s"), user("assistant a"), assistant("end a ")]
 TEMPLATES = {
     "plain": (TEMPLATE, "a s<|im_end|>\nend a <|im_end|>\n"),
@@ -67,6 +72,7 @@ TEMPLATES = {
     ),
     "reasoned": (REASONED, "a s</s>end a </s>"),
     "brackets": (BRACKETS, " a s</s> end a </s>"),
+    "roles": (ROLES, "a s<|im_end|>end a <|im_end|>"),
 }
 
 
@@ -141,8 +147,46 @@ def test_text_of_other_line_ends(example, folders, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
     path = tmp_path / "a.jsonl"
     path.write_text("\ufeff" + json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
-    (found,) = example.text.documents(path, tokenizer)
+    ((found,),) = example.text.documents(path, tokenizer)
     assert tokenizer.decode(found.tokens) == "a\u2028b</s>"
+
+
+def test_records_are_held_out_whole(example, tokenizer, tmp_path):
+    """Drawn by the seed, short ones and long ones, before a row has any of them."""
+    path, words = tmp_path / "a.jsonl", [f"{n} " * (1 + 9 * (n % 2)) for n in range(40)]
+    record = lambda x: {"messages": [TURNS[0], assistant(f"<think>b</think>{x}")] * 2}
+    path.write_text("\n".join(json.dumps(record(x)) for x in words))
+    found = example.text.documents(path, tokenizer)
+    parts = [example.text.divided(found, 0.25, seed) for seed in (0, 0, 1)]
+    assert parts[0] == parts[1] != parts[2]
+    for kept, aside in parts:
+        of = lambda part: {n for n, x in enumerate(found) if any(y in part for y in x)}
+        assert of(kept) | of(aside) == {*range(40)} and len(of(aside)) == 10
+        assert of(kept).isdisjoint(of(aside))
+        assert {n % 2 for n in of(aside)} == {0, 1}
+
+
+def test_the_end_of_one_text_is_held_out(example, tokenizer, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("abcdefgh" * 50)
+    ((whole,),) = found = example.text.documents(path, tokenizer)
+    (kept,), (aside,) = example.text.divided(found, 0.25, 0)
+    assert [*kept.tokens, *aside.tokens] == [*whole.tokens]
+    assert len(aside.tokens) == pytest.approx(0.25 * len(whole.tokens), abs=1)
+    assert example.text.divided(found, 0.0, 0) == [[whole], []]
+
+
+def test_tool_calls_that_the_template_leaves_out(read, example):
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    says = "leaves out what the assistant says in turn 2: 'weather'"
+    with pytest.raises(example.folder.FolderError, match=says):
+        read(BRACKETS, [TURNS[0], assistant("Look.", tool_calls=[call])])
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_that_the_template_leaves_out(read, name, capsys):
+    read(BRACKETS, [TURNS[0], assistant("a", **{name: "because"})])
+    assert f"leaves out the {name} of turn 2" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -372,7 +416,7 @@ def write_rows(path):
 def test_files_of_records(example, tokenizer, name, tmp_path):
     """The same documents, whatever has the rows."""
     found = example.text.documents(write_rows(tmp_path / name), tokenizer)
-    wanted = [x for r in ROWS for x in example.text.documents_of("", r, tokenizer)]
+    wanted = [example.text.documents_of("", r, tokenizer) for r in ROWS]
     assert found == wanted
 
 
