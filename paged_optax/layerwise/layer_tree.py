@@ -109,13 +109,9 @@ class LayerTree:
         """
         members, _ = self.stacked
         leaves = jax.tree.leaves(params)
-        layers = [
-            x
-            for x, m in zip(leaves, members, strict=False)
-            if isinstance(m, LayerNumbers)
-        ]
-        lengths = {x.shape[:1] for x in layers}
-        if len(leaves) != len(members) or lengths != {(self.length,)}:
+        pairs = zip(leaves, members, strict=False)
+        lengths = {x.shape[:1] for x, m in pairs if isinstance(m, LayerNumbers)}
+        if len(leaves) != len(members) or lengths - {(self.length,)}:
             raise ValueError(
                 f"params has {len(leaves)} arrays, and the stacks of {self.length}"
                 f" layers are {len(members)}: pass model.stack(params), or the"

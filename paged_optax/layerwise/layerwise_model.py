@@ -162,6 +162,8 @@ class LayerwiseModel:
         Raises:
           ValueError: See `GradientWorkspace.allocate`.
         """
+        if self.layer_tree is not None:
+            self.layer_tree.stacked_leaves(params)
         partition = Partition.create(params, layers)
         if isinstance(rest, bool):
             rest = partition.rest if rest else None

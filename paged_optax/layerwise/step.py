@@ -346,10 +346,12 @@ class LayerwiseStep:
         frozen: PyTree = None,
     ) -> TracedStep:
         """Checks the arguments, and traces the update."""
+        tree = self._layer_tree
+        if tree is not None:
+            tree.stacked_leaves(params)
         partition = Partition.create(params, self._layers)
         check_inexact(params)
         workspace.check(partition.layers, partition.rest)
-        tree = self._layer_tree
         fresh = new_state_types(self._tx, params, tree)
         check_same_state(fresh, params, state, tree)
         guard = Guard.create(self._tx, state)

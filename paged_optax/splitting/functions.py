@@ -255,11 +255,21 @@ class SplitFunctions:
             if not differ:
                 raise
             # A loss may accept any shapes: mention them only if it fails.
-            raise ValueError(
-                f"loss fails with batch{differ[0]} of shape {new.get(differ[0])}, and"
-                f" split_layers got {old.get(differ[0])}. Only with accumulate=True a"
-                " step reads micro-batches from the leading axis of each leaf."
-            ) from error
+            fails = f"loss fails with batch{differ[0]}"
+            if differ[0] not in old:
+                why = f"{fails}, which split_layers did not get."
+            elif differ[0] not in new:
+                why = (
+                    f"loss fails without batch{differ[0]}, which split_layers got. If"
+                    " it is state, the loss has to return all of it."
+                )
+            else:
+                why = (
+                    f"{fails} of shape {new[differ[0]]}, and split_layers got"
+                    f" {old[differ[0]]}. Only with accumulate=True a step reads"
+                    " micro-batches from the leading axis of each leaf."
+                )
+            raise ValueError(why) from error
         if jaxpr not in self.cache:
             self.cache[jaxpr] = Functions(self.loss.split(batch, self.split.layers))
         return self.cache[jaxpr]

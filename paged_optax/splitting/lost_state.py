@@ -57,6 +57,7 @@ def warn_of_lost_state(
     sources = dict(bits)
     get = lambda x: 0 if isinstance(x, Constant) else sources[x]
     renewed, draws = list[tuple[_Bits, int]](), list[tuple[_Bits, int]]()
+    counted: _Bits = 0
     for index, e in enumerate(flat.eqns):
         operands = [get(x) for x in e.inputs]
         sources.update(dict.fromkeys(e.outputs, union := _union(operands)))
@@ -65,18 +66,25 @@ def warn_of_lost_state(
         if union & (union - 1):  # of several inputs
             new = union & _union(of_kind[kind(x)] for x in e.outputs)
             renewed.append((new, index))
+        elif e.primitive.name == "add":
+            counted |= union & _union(of_kind[kind(x)] for x in e.outputs)
     outputs = used_values(flat.outputs)
     new_values = (sources[x] & of_kind[kind(x)] & ~bits.get(x, 0) for x in outputs)
     returned = _union(new_values)
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
-    read = (params & trained) | (~params & _union(map(get, flat.outputs)))
+    # An input that is returned as it is has not its new value.
+    unchanged = _union(bits[x] for x in outputs if x in bits)
+    computed = _union(sources[x] for x in outputs if x not in bits)
+    read = (params & trained) | (~params & computed)
     closed = _union(bits[n] for n in flat.constants)
     # A number may be an option, such as the label of padding, that metrics depend on.
     arrays = _union(bits[n] for n in inputs if flat.avals[n].shape)
     unread = _union(x for x, _ in renewed) & ~read
     lost = arrays & (unread | closed & returned & ~trained)
     fixed = closed | (of_argument["frozen"] & ~returned)
-    repeated = [(x, index) for x, index in draws if not x & ~fixed]
+    stale = counted & unchanged & ~returned
+    same = lambda x: not x & ~(fixed | unchanged if x & stale else fixed)
+    repeated = [(x, index) for x, index in draws if same(x)]
     texts = dict[str, str]()  # the first of each kind
     # The functions of `jax.random` are traced without the caller's lines.
     line = lambda index: source_line(flat.eqns[index], flat.eqns[index::-1])
@@ -97,7 +105,8 @@ def warn_of_lost_state(
             texts["value"] = (
                 f"the loss does not depend on {name}, and computes a new value of it,"
                 f" as of a running statistic{where}. The optimizer does not train it,"
-                " but may change it, for example by weight decay."
+                " but may change it, for example by weight decay. With NNX give it a"
+                " type that is no nnx.Param."
                 if bits[n] & params
                 else f"the loss computes a new value of {name}, such as a running"
                 f" statistic{where}, which the next step does not read: it begins with"

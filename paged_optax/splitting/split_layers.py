@@ -217,6 +217,8 @@ class SplitModel(LayerwiseModel):
     def unstack(self, params: PyTree) -> PyTree:
         """Returns the parameters in the loss's own tree.
 
+        Parameters outside the layers are not copied, see `stack`.
+
         Args:
           params: Stacked parameters, from `stack` or from a step.
 

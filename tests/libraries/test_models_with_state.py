@@ -4,6 +4,8 @@ The oracle is the ordinary step: `jax.grad` of the same loss, and Optax. Each lo
 the parameters, the state and tokens, and returns the loss and the new state.
 """
 
+import warnings
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -487,6 +489,55 @@ def test_statistics_that_are_not_returned_are_warned_of(name):
     for run in (closed, lambda params, tokens: loss(params, state, tokens)):
         with pytest.warns(UserWarning, match=rf"{NEW}a closed-over array.*\(at /"):
             po.split_layers(run, params, BATCHES[0])
+
+
+@pytest.mark.filterwarnings("ignore:the loss (computes|draws)")  # the other one
+@pytest.mark.parametrize("name", LOSING)
+def test_old_statistics_that_are_returned_are_warned_of(name):
+    """All of them, as from a merged copy, and one layer's with the others' new."""
+    loss, params, state = LOSING[name]()
+    old = lambda params, batch: (returned(loss)(params, batch), batch[0])
+    with pytest.warns(UserWarning, match=rf"{NEW}batch\[0\].*\(at /"):
+        po.split_layers(old, params, (state, BATCHES[0]))
+
+    def mixed(params, batch):
+        value, new = loss(params, *batch)
+        leaves, structure = jax.tree.flatten(new)
+        floats = [jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 0 for x in leaves]
+        last = max(n for n, is_float in enumerate(floats) if is_float)
+        leaves[last] = jax.tree.leaves(batch[0])[last]
+        return value, structure.unflatten(leaves)
+
+    with pytest.warns(UserWarning, match=rf"{NEW}batch\[0\].*\(at /"):
+        po.split_layers(mixed, params, (state, BATCHES[0]))
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_counts_of_masks_that_are_returned_unchanged(stale):
+    """NNX's counts from a merged copy; a key of each batch changes them too."""
+    rngs = nnx.Rngs(0)
+    module = nnx.Sequential(
+        *[
+            nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+            for _ in range(3)
+        ]
+    )
+    graph, params, state = nnx.split(module, nnx.Param, ...)
+
+    def loss(params, batch):
+        state, x, key = batch
+        model = nnx.merge(graph, params, state, copy=True)
+        if not stale:
+            nnx.reseed(model, default=key)
+        value = jnp.mean(model(x) ** 2)
+        return value, state if stale else nnx.state(model, nnx.Not(nnx.Param))
+
+    batch = state, jnp.ones((4, 8)), jax.random.key(1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        po.split_layers(loss, params, batch, layers="layers")
+    texts = [str(x.message) for x in found]
+    assert len(texts) == stale and all("random numbers" in x for x in texts)
 
 
 @pytest.mark.filterwarnings("ignore:the loss (computes|draws)")  # the other one
