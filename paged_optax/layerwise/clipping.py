@@ -123,12 +123,12 @@ class WorkspaceCarry(NamedTuple):
     """Loop carry of a backward pass that updates each layer.
 
     Attributes:
-      slots: The state's stacks.
+      moments: The layers' moments, stacked.
       small: The gradients of the small leaves, of all layers.
     """
 
     measure: GradientStats
-    slots: list[Stored]
+    moments: list[Stored]
     workspace: GradientWorkspace
     small: list[Array | None]
 
@@ -158,7 +158,7 @@ class WorkspaceSink:
             self.clipping.clipped(gradients, norm)
         )
         small = store_small(carry.small, _slices(workspace), i)
-        return WorkspaceCarry(carry.measure + measure, carry.slots, workspace, small)
+        return WorkspaceCarry(carry.measure + measure, carry.moments, workspace, small)
 
     def read(self, carry: WorkspaceCarry, i: LayerIndex) -> list[Array]:
         """Reads layer i's gradients, and chunk i of the chunked ones."""

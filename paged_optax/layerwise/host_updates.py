@@ -138,15 +138,15 @@ def _update_layers(
         i: LayerIndex, next_item: LayerIndex | None, carry: _UpdateCarry
     ) -> _UpdateCarry:
         del next_item  # moments take longer than weights, and are not prefetched
-        stacks, slots, small = carry
+        stacks, moments, small = carry
         slices = [read_slice(x, i) for x in stacks]
         by = gradients.read(i)
         small = store_small(small, by, i)
-        slots, new = optimizer.update_layer(slots, slices, by, i)
+        moments, new = optimizer.update_layer(moments, slices, by, i)
         stacks = weights.write(stacks, slices, new, i)
-        return stacks, slots, small
+        return stacks, moments, small
 
-    start = weights.stacks, optimizer.layered.slots, small
+    start = weights.stacks, optimizer.layered.moments, small
     return over_layers(weights.length, body, start)
 
 
@@ -301,7 +301,7 @@ def update_next_step(
         params = partition.combine(weights.stacks, others)
         gradients = _host_gradients(step, workspace, [by[n] for n in layered.chunked])
         overlap = ForwardOverlap(step.optimizer, start, weights, gradients)
-        forward, slots, new = overlap.run([params[n] for n in layered.chunked])
+        forward, moments, new = overlap.run([params[n] for n in layered.chunked])
         others = layered.others_with(params, new)
         rest = _rest(step, forward[-1], others)
         zero = step.clipping.zero.square
@@ -312,7 +312,7 @@ def update_next_step(
         first = _BatchCarry.first(backward.stacks, workspace, None, zero)
         totals, metrics = _send_to_host(step, backward, 1, first, jnp.int32(0))
     else:
-        weights.stacks, slots, _ = _update_pending(step, weights, workspace)
+        weights.stacks, moments, _ = _update_pending(step, weights, workspace)
         rest = _rest(step, weights.stacks, others)
         totals, metrics = _gradients_on_host(step, weights, rest, workspace, batch)
     measure = metrics.layers + step.clipping.measure(totals.by_rest)
@@ -324,7 +324,7 @@ def update_next_step(
             lambda new, old: new.astype(old.dtype), pending, workspace.pending
         ),
     )
-    state = step.guard.around(layered.new_state(slots, leaves), measure)
+    state = step.guard.around(layered.new_state(moments, leaves), measure)
     output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
     return step.params(totals.stacks, others), state, workspace, output
 
@@ -334,8 +334,8 @@ def finish_update(
 ) -> tuple[PyTree, PyTree, GradientWorkspace]:
     """Applies the pending update."""
     weights, others, leaves = _update_rest(step, workspace)
-    stacks, slots, _ = _update_pending(step, weights, workspace)
-    state = step.optimizer.layered.new_state(slots, leaves)
+    stacks, moments, _ = _update_pending(step, weights, workspace)
+    state = step.optimizer.layered.new_state(moments, leaves)
     pending = _pending(workspace)._replace(waits=jnp.zeros((), jnp.bool_))
     workspace = dataclasses.replace(workspace, pending=pending)
     return step.params(stacks, others), step.guard.around(state, None), workspace

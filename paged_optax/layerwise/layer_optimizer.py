@@ -79,7 +79,7 @@ class LayerOptimizer:
 
     def update_layer(
         self,
-        slots: Sequence[Stored],
+        moments: Sequence[Stored],
         weights: Sequence[Array],
         gradients: Sequence[Array],
         i: LayerIndex,
@@ -89,21 +89,21 @@ class LayerOptimizer:
         Small leaves are returned as they were passed.
         """
         (every,), length = self.layered.grouped(1), self.layered.length
-        shards = self.layered.slot_shards
+        shards = self.layered.sliced_shards
         state = [
             read_moment(x, i, length, divided)
-            for x, divided in zip(slots, shards, strict=True)
+            for x, divided in zip(moments, shards, strict=True)
         ]
         # Moments without a codec are computed whole here. Others have page loops, and
         # are isolated: one leaf's are written back while the next one's are read.
         with within(isolate=True):
-            moments, leaves = self.update_group(every, state, weights, gradients, i)
-        slots = [
+            updated, leaves = self.update_group(every, state, weights, gradients, i)
+        moments = [
             write_moment(x, new, i, length, divided)
-            for x, new, divided in zip(slots, moments, shards, strict=True)
+            for x, new, divided in zip(moments, updated, shards, strict=True)
         ]
         new = dict(zip(every.positions, leaves, strict=True))
-        return slots, [new.get(n, x) for n, x in enumerate(weights)]
+        return moments, [new.get(n, x) for n, x in enumerate(weights)]
 
     def update_group(
         self,
@@ -123,8 +123,8 @@ class LayerOptimizer:
         """
         layered = self.layered
         numbers = [layered.numbers[n] for n in group.positions]
-        slot_numbers = [layered.slot_numbers[n] for n in group.slot_positions]
-        leaves = dict(zip(slot_numbers, state, strict=True)) | layered.shared
+        moment_numbers = [layered.moment_numbers[n] for n in group.moment_positions]
+        leaves = dict(zip(moment_numbers, state, strict=True)) | layered.shared
         subset = lambda values: {layered.numbers[n]: values[n] for n in group.positions}
         params = subset(weights)
 
@@ -132,7 +132,7 @@ class LayerOptimizer:
             # JAX would trace again for the weak type of a Python integer.
             layer = np.int32(i) if isinstance(i, int) else i
             new, moments = self._jitted(subset(gradients), leaves, params, layer)
-            result = [moments[k] for k in slot_numbers], [new[n] for n in numbers]
+            result = [moments[k] for k in moment_numbers], [new[n] for n in numbers]
             return self._if_it_happens(result, (list(state), list(params.values())))
 
         return barrier_on_cpu(update)
@@ -212,7 +212,7 @@ class LayerOptimizer:
         fetched = {
             k: fetch(x, self.tree.state_members[k])
             for k, x in enumerate(layered.state)
-            if k not in layered.slot_numbers and layered.param_indices[k] not in left
+            if k not in layered.moment_numbers and layered.param_indices[k] not in left
         }
         with only_if(self.enabled), self._context():
             leaves, state = self.tree.rest(only(updates), fetched, only(params), add)

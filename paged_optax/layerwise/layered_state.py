@@ -33,11 +33,11 @@ class Group(NamedTuple):
 
     Attributes:
       positions: Their positions among the layer's leaves.
-      slot_positions: The positions of their moments among the state's stacks.
+      moment_positions: The positions of their moments among the state's stacks.
     """
 
     positions: tuple[int, ...]
-    slot_positions: tuple[int, ...]
+    moment_positions: tuple[int, ...]
 
 
 def group_leaves(
@@ -95,11 +95,11 @@ class LayeredState:
       state: Its leaves.
       param_indices: For each leaf of the state, the number of its parameter, or None.
       shared: The leaves that all layers share, such as counts, by number.
-      slot_numbers: The numbers of the leaves of the state that are updated in slices or
+      moment_numbers: The numbers of the state's leaves that are updated in slices or in
         chunks.
-      slots: These leaves.
-      slot_params: For each of `slots`, the number of its parameter.
-      slot_shards: The division of each of `slots`.
+      moments: These leaves.
+      moment_params: For each of `moments`, the number of its parameter.
+      sliced_shards: The division of each of `moments`.
     """
 
     def __init__(
@@ -146,17 +146,19 @@ class LayeredState:
             for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
             if n is None or not jax.tree.leaves(x)[0].ndim
         }
-        self.slot_numbers = [k for k, _, _ in moments]
+        self.moment_numbers = [k for k, _, _ in moments]
         # Scales stay on the device: on a TPU a slice of a vector is no whole tile.
-        self.slots = [_scales_to(x, host=False) for _, x, _ in moments]
-        self.slot_params = [n for _, _, n in moments]
-        self.slot_shards = list(map(self._slot_shards, self.slots, self.slot_params))
+        self.moments = [_scales_to(x, host=False) for _, x, _ in moments]
+        self.moment_params = [n for _, _, n in moments]
+        self.sliced_shards = list(
+            map(self._shards_of, self.moments, self.moment_params)
+        )
 
     def in_chunks(self, numbers: Sequence[int]) -> "LayeredState":
         """The same leaves, with these parameters updated in chunks."""
         return LayeredState(*self._args, numbers)
 
-    def _slot_shards(self, x: Stored, param_index: int) -> Shards | None:
+    def _shards_of(self, x: Stored, param_index: int) -> Shards | None:
         shards, shape = self.moment_shards[param_index], jax.tree.leaves(x)[0].shape
         if shards is None or len(shape) != len(shards.axes):
             return None  # such as factors
@@ -168,9 +170,9 @@ class LayeredState:
         positions = {number: position for position, number in enumerate(self.numbers)}
         travel = {positions[n]: 0 for n in self.numbers if self.sliced[n]}
         moving = [(n, self.params[n]) for n in self.numbers if self.sliced[n]]
-        for n, x in [*moving, *zip(self.slot_params, self.slots, strict=True)]:
+        for n, x in [*moving, *zip(self.moment_params, self.moments, strict=True)]:
             travel[positions[n]] += nbytes(x) if on_host(x) else 0
-        return group_leaves(travel, [positions[n] for n in self.slot_params], maximum)
+        return group_leaves(travel, [positions[n] for n in self.moment_params], maximum)
 
     def of_layers(self, values: Sequence[Value]) -> list[Value]:
         """Selects the layers' values from one value for each parameter."""
@@ -193,15 +195,15 @@ class LayeredState:
 
     def check_same_stacks(self) -> None:
         """Raises if moments of layers cannot be sliced like their parameters."""
-        for k, n in zip(self.slot_numbers, self.slot_params, strict=True):
+        for k, n in zip(self.moment_numbers, self.moment_params, strict=True):
             _check_same_stack(self.state_paths[k], self.state[k], self.params[n])
 
     def new_state(
-        self, slots: Sequence[Stored], leaves: Sequence[Stored | None]
+        self, moments: Sequence[Stored], leaves: Sequence[Stored | None]
     ) -> PyTree:
         """Builds the new state."""
         new = list(leaves)
-        for k, x in zip(self.slot_numbers, slots, strict=True):
+        for k, x in zip(self.moment_numbers, moments, strict=True):
             old = self.state[k]
             new[k] = unflatten_like(old, _scales_to(x, host=on_host(old)))
         new = [

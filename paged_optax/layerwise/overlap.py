@@ -70,10 +70,10 @@ class BackwardOverlap:
         offloaded = {n: slices[n] for n, x in enumerate(backward.stacks) if on_host(x)}
         # The same holds of the first moments.
         chunked = [layered.params[n] for n in layered.chunked]
-        slots, stacks, dx = after_all((layered.slots, [*stacks, *chunked], dx))
-        inputs = self._inputs(slots, 0, last)
+        moments, stacks, dx = after_all((layered.moments, [*stacks, *chunked], dx))
+        inputs = self._inputs(moments, 0, last)
         prefetched = weights.prefetch(stacks[: len(backward.stacks)], last - 1)
-        state = InFlight(slots, stacks, inputs, prefetched)
+        state = InFlight(moments, stacks, inputs, prefetched)
         x, dkept = backward.read(last)
         cts = backward.first_gradients(dx)
         results = backward.pull(slices, x, cts, dkept, jnp.int32(last))
@@ -89,7 +89,7 @@ class BackwardOverlap:
         by = self.sink.read(carry, 0)
         update = functools.partial(self._update, 0, None, None, offloaded, by)
         state = transfers.update_all(state, update)
-        return carry._replace(slots=state.slots), state.stacks, cts
+        return carry._replace(moments=state.moments), state.stacks, cts
 
     def _turn(
         self,
@@ -112,8 +112,8 @@ class BackwardOverlap:
         # Parameters that were fetched for a layer's gradients stay for its update.
         return self.sink.store(inner, i, gradients), cts, state, loaded
 
-    def _inputs(self, slots: Sequence[Stored], k: int, i: LayerIndex) -> GroupInputs:
-        return GroupInputs(self.transfers.fetch_moments(slots, k, i), [], {})
+    def _inputs(self, moments: Sequence[Stored], k: int, i: LayerIndex) -> GroupInputs:
+        return GroupInputs(self.transfers.fetch_moments(moments, k, i), [], {})
 
     def _update(
         self,
@@ -143,7 +143,7 @@ class BackwardOverlap:
         last = k + 1 == len(self.optimizer.groups)
         after = 0 if last else k + 1
         layer = differentiated if last else i
-        inputs = None if layer is None else self._inputs(state.slots, after, layer)
+        inputs = None if layer is None else self._inputs(state.moments, after, layer)
         state = state._replace(inputs=inputs)
         if next_item is None:
             return state, computed
@@ -180,7 +180,7 @@ class ForwardOverlap:
         """Runs the layers forward, and returns the state's stacks and `chunked` too."""
         transfers, trained = self.transfers, self.weights.stacks
         layered = self.optimizer.layered
-        state = InFlight(layered.slots, [*trained, *chunked], None, {})
+        state = InFlight(layered.moments, [*trained, *chunked], None, {})
         state = state._replace(inputs=self._inputs(state, 0, 0))
         # The first layer is updated before any layer runs forward.
         state = transfers.update_all(state, functools.partial(self._update, 0, 1))
@@ -193,7 +193,7 @@ class ForwardOverlap:
         activations = activations.after(i, slices, self.start.run)
         count = len(trained)
         forward = self.start.results(activations, state.stacks[:count])
-        return forward, state.slots, state.stacks[count:]
+        return forward, state.moments, state.stacks[count:]
 
     def _turn(
         self,
@@ -239,7 +239,7 @@ class ForwardOverlap:
         )
         read = lambda n, x: read_slice(x, i, length, self.transfers.shards[n])
         return GroupInputs(
-            self.transfers.fetch_moments(state.slots, k, i),
+            self.transfers.fetch_moments(state.moments, k, i),
             [read(n, self.gradients.stacks[n]) for n in positions],
             {n: read(n, x) for n in positions if on_host(x := state.stacks[n])},
         )

@@ -4,7 +4,11 @@ A layer's leaves are in groups. Another layer's computation, its backward or its
 pass, runs in as many segments. During each segment the new moments of one group travel
 to the host, and the next group's travel to the device. No stack is then read and
 written at the same time, which would make XLA copy it. Between two segments a group is
-updated.
+updated. The backward pass of layer 6, with two groups:
+
+    computes   update 0 of 7   half of layer 6   update 1 of 7   rest of layer 6
+    to host                    moments 0 of 7                    moments 1 of 7
+    to device                  moments 1 of 7                    moments 0 of 6
 """
 
 import contextlib
@@ -66,12 +70,13 @@ class InFlight(NamedTuple):
     """Buffers in flight between host and device.
 
     Attributes:
+      moments: The moments of all layers, stacked.
       stacks: The parameters of the layers, and the chunked parameters.
       inputs: The inputs of the next group's update; None after the last group.
       weights: The parameters of the layer that is computed next.
     """
 
-    slots: list[Stored]
+    moments: list[Stored]
     stacks: list[Array]
     inputs: GroupInputs | None
     weights: Prefetched
@@ -114,9 +119,9 @@ class GroupTransfers:
     @property
     def moment_bytes(self) -> list[int]:
         """The bytes of each group's moments in host memory."""
-        slots = self.optimizer.layered.slots
+        moments = self.optimizer.layered.moments
         return [
-            sum(nbytes(x) for n in group.slot_positions if on_host(x := slots[n]))
+            sum(nbytes(x) for n in group.moment_positions if on_host(x := moments[n]))
             for group in self.optimizer.groups
         ]
 
@@ -125,13 +130,13 @@ class GroupTransfers:
         return {n: self.weights.read(n, x, i) for n, x in self.portions[k].items()}
 
     def fetch_moments(
-        self, slots: Sequence[Stored], k: int, i: LayerIndex
+        self, moments: Sequence[Stored], k: int, i: LayerIndex
     ) -> list[Stored]:
         """Begins to fetch group k's moments of layer i."""
-        shards = self.optimizer.layered.slot_shards
+        shards = self.optimizer.layered.sliced_shards
         return [
-            read_moment(slots[n], i, self.optimizer.layered.length, shards[n])
-            for n in self.optimizer.groups[k].slot_positions
+            read_moment(moments[n], i, self.optimizer.layered.length, shards[n])
+            for n in self.optimizer.groups[k].moment_positions
         ]
 
     def read(
@@ -195,19 +200,19 @@ class GroupTransfers:
           The transfers, the group's parameters, and `computed`.
         """
         assert state.inputs is not None  # every turn fetches for the next update
-        group, moments = self.optimizer.groups[k], state.inputs.moments
-        new = self.optimizer.update_group(group, moments, weights, gradients, i)
+        group, fetched = self.optimizer.groups[k], state.inputs.moments
+        new = self.optimizer.update_group(group, fetched, weights, gradients, i)
         # The other computation continues after the update, during the transfers.
-        (moments, leaves), computed = after_all((new, computed))
-        slots, stacks = list(state.slots), list(state.stacks)
-        for n, moment in zip(group.slot_positions, moments, strict=True):
-            shards = self.optimizer.layered.slot_shards[n]
-            slots[n] = write_moment(
-                slots[n], moment, i, self.optimizer.layered.length, shards
+        (updated, leaves), computed = after_all((new, computed))
+        moments, stacks = list(state.moments), list(state.stacks)
+        for n, moment in zip(group.moment_positions, updated, strict=True):
+            shards = self.optimizer.layered.sliced_shards[n]
+            moments[n] = write_moment(
+                moments[n], moment, i, self.optimizer.layered.length, shards
             )
         for n, leaf in zip(group.positions, leaves, strict=True):
             stacks[n] = write_slice(stacks[n], leaf, i, shards=self.shards[n])
-        return state._replace(slots=slots, stacks=stacks), leaves, computed
+        return state._replace(moments=moments, stacks=stacks), leaves, computed
 
     def wait(
         self, k: int, state: InFlight, computed: Values
@@ -218,16 +223,18 @@ class GroupTransfers:
             self.optimizer.groups[(k + 1) % len(self.optimizer.groups)],
         )
         # The barrier has the buffers of these transfers alone. Others may move.
-        slots = {n: state.slots[n] for group in groups for n in group.slot_positions}
+        moments = {
+            n: state.moments[n] for group in groups for n in group.moment_positions
+        }
         positions = [n for group in groups for n in group.positions]
         stacks = {n: x for n in positions if on_host(x := state.stacks[n])}
         first = 0 if self.fetches_weights else len(self.weights.stacks)
         weights = {n: x for n, x in state.weights.items() if n >= first}
-        moving = slots, stacks, state.inputs, weights
-        (slots, stacks, inputs, weights), computed = after_all((moving, computed))
+        moving = moments, stacks, state.inputs, weights
+        (moments, stacks, inputs, weights), computed = after_all((moving, computed))
         replace = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
-        slots, stacks = replace(state.slots, slots), replace(state.stacks, stacks)
-        return InFlight(slots, stacks, inputs, state.weights | weights), computed
+        moments, stacks = replace(state.moments, moments), replace(state.stacks, stacks)
+        return InFlight(moments, stacks, inputs, state.weights | weights), computed
 
 
 # Multiplications of an H200 in the time in which it writes one entry to its memory.

@@ -134,7 +134,7 @@ class TracedStep:
     def update_rest(
         self,
         stacks: list[Array],
-        slots: list[Stored],
+        moments: list[Stored],
         small: list[Array | None],
         by_rest: Rest,
         measure: GradientStats,
@@ -147,7 +147,7 @@ class TracedStep:
         stacks, others, leaves = optimizer.update_rest(
             stacks[:count], small, others, self.partition.others(by_rest)
         )
-        state = self.guard.around(layered.new_state(slots, leaves), measure)
+        state = self.guard.around(layered.new_state(moments, leaves), measure)
         return self.params(stacks, others), state
 
 
@@ -173,7 +173,7 @@ def update_at_once(
     chunked = [leaves[n] for n in layered.chunked]
     sink = WorkspaceSink(clipping, norm, chunked, weights.length)
     small = layered.small_gradients()
-    start = WorkspaceCarry(clipping.zero, layered.slots, workspace, small)
+    start = WorkspaceCarry(clipping.zero, layered.moments, workspace, small)
     if step.overlaps:
         carry, stacks, cts = BackwardOverlap(optimizer, backward, sink).run(start)
     else:
@@ -188,7 +188,7 @@ def update_at_once(
     by_rest = clipping.clipped(by_rest, limit)
     loss, metrics = backward.epilogue.loss, backward.epilogue.metrics
     output = LayerwiseOutput(mean_of(loss), metrics, measure.norm)
-    new = step.update_rest(stacks, carry.slots, carry.small, by_rest, measure)
+    new = step.update_rest(stacks, carry.moments, carry.small, by_rest, measure)
     return *new, carry.workspace, output
 
 
@@ -208,8 +208,8 @@ def _backward_in_turn(
     ) -> tuple[WorkspaceCarry, list[Array]]:
         carry = sink.store(carry, i, gradients)
         by = sink.read(carry, i)
-        slots, new = optimizer.update_layer(carry.slots, slices, by, i)
-        return carry._replace(slots=slots), new
+        moments, new = optimizer.update_layer(carry.moments, slices, by, i)
+        return carry._replace(moments=moments), new
 
     return backward.run(visit, start)
 
