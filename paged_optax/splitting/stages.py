@@ -251,7 +251,8 @@ def _check_location(cuts: Cuts, initial: Mapping[int, int]) -> None:
         if layer is not None:
             raise SplitError(
                 f"the loss returns a parameter of layer {layer}. Return a value"
-                " computed from it, such as its norm."
+                " computed from it, such as its norm; of an NNX model the state alone,"
+                " nnx.state(model, nnx.Not(nnx.Param))."
             )
 
 
