@@ -162,7 +162,7 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
     state_leaves, values = state_leaves_of(state), list[PyTree[Array]]()
     read = _entries(entries, state_leaves)
     steps = {path: x.step() for path, x in read.items()}
-    others: dict[KeyPath, int] = {}
+    counts: dict[KeyPath, int] = {}
     for leaf in state_leaves:
         value = leaf.value
         if _is_readable(leaf):
@@ -171,14 +171,14 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
             counted = steps.keys() & counted_by(state_leaves, leaf)
             if counted:
                 step = max(steps[path] for path in counted)
-                others |= {path: step for path in counted if steps[path] != step}
+                counts |= {path: step for path in counted if steps[path] != step}
                 value = jax.device_put(jnp.asarray(step, value.dtype), value.sharding)
         values.append(value)
-    if others:
-        path = next(x for x in steps if x in others)
+    if counts:
+        path = next(x for x in steps if x in counts)
         warn_user(
             f"the entry of parameter {path_name(path)!r} has 'step' {steps[path]}, and"
-            f" the state has one count for all parameters, which is {others[path]} now:"
+            f" the state has one count for all parameters, which is {counts[path]} now:"
             " its bias corrections and schedules will be those of that step. Make the"
             " state with per_parameter_steps=True, and each keeps its own."
         )

@@ -26,7 +26,7 @@ TEXT = (
     " and completion, with instruction, input and output, or with text"
 )
 METHOD = "what is trained (default: full; with --adapter as it was trained, else lora)"
-MERGE = "write the weights with the adapters added; without --text those of --adapter"
+MERGE = "write the weights, QLoRA's in NF4, plus adapters; without --text --adapter's"
 BASE = "of the weights in adapter_config.json (default: --adapter's, or the path)"
 LONG = "a chat longer than a row keeps its first tokens, its last, or is left out"
 DEVICES = "devices of this machine that divide weights, moments and a step's rows"

@@ -108,7 +108,8 @@ class Lora:
         self.base_name = args.base_name or before.get("base_model_name_or_path")
         rank, alpha = self.config["r"], self.config["lora_alpha"]
         self.scale = alpha / rank
-        self.name = f"{args.method}, rank {rank}, alpha {alpha:g}"
+        merges = f", merged into the weights{' in NF4' * (args.method == 'qlora')}"
+        self.name = f"{args.method}, rank {rank}, alpha {alpha:g}{merges * args.merge}"
         self.matrices, self.adapted = list[str](), list[str]()
         self.params = dict[str, jax.ShapeDtypeStruct]()
         shape = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)

@@ -286,8 +286,7 @@ def merge(args: argparse.Namespace) -> None:
     decoder = Decoder.of(folder, args.dtype or folder.dtype)
     decoder.read(folder)  # refuses what is not whole
     lora = Lora(decoder, args)
-    kind = " in NF4" if args.method == "qlora" else ""
-    print(f"method: {lora.name}; merging into the weights{kind}")
+    print(f"method: {lora.name}")
     lora.save(folder, args.output, lora.first(folder))
     print(f"wrote {args.output}")
 

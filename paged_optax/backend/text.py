@@ -56,7 +56,7 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if fnmatch.fnmatchcase(name, pattern)}
 
 
-def parse_bytes(name: str, size: object, minimum: int = 0, others: str = "") -> int:
+def parse_bytes(name: str, size: object, minimum: int = 0, extra: str = "") -> int:
     """Returns a number of bytes from an int or a string such as `"16MiB"`.
 
     `others` has other values of the argument, for messages.
@@ -66,7 +66,7 @@ def parse_bytes(name: str, size: object, minimum: int = 0, others: str = "") -> 
         unit = match and _UNITS.get(match[2] or "B")
         if match is None or unit is None:
             raise ValueError(
-                f"{name}={size!r} is not a size: write {others}bytes as an int, or a"
+                f"{name}={size!r} is not a size: write {extra}bytes as an int, or a"
                 f" number with one of {', '.join(_UNITS)}, such as '16MiB'."
             )
         size = float(match[1]) * unit

@@ -132,8 +132,8 @@ class Pages:
             return [Page(np.int32(0), self.axis_size)]
         full, left = divmod(self.axis_size, self.size)
         step = self.size // self.unit
-        whole = Page(np.int32(0), self.size, stop=full * step, step=step)
-        ranges = [whole] if full else []
+        main = Page(np.int32(0), self.size, stop=full * step, step=step)
+        ranges = [main] if full else []
         if left:
             start = full * self.size
             ranges.append(Page(np.int32(start), left, np.int32(start // self.unit)))

@@ -153,7 +153,7 @@ class LayerOptimizer:
         self,
         stacks: Sequence[Array],
         small: Sequence[Array | None],
-        others: Sequence[Array],
+        remaining: Sequence[Array],
         gradients: Sequence[Array],
     ) -> tuple[list[Array], list[Array], list[Any]]:
         """Updates parameters outside the layers, and the layers' small leaves.
@@ -162,7 +162,7 @@ class LayerOptimizer:
         which stacks are unchanged.
         """
         layered, partition = self.layered, self.layered.partition
-        params = partition.combine(stacks, others)
+        params = partition.combine(stacks, remaining)
         updates: list[Array | None] = partition.combine(small, gradients)
         rest = {n for n, sliced in enumerate(layered.sliced) if not sliced}
         count = len(layered.state)
@@ -192,8 +192,8 @@ class LayerOptimizer:
             indices = layered.param_indices
             state |= {k: x for k, x in moments.items() if indices[k] in numbers}
         params = [new.get(n, x) for n, x in enumerate(params)]
-        others = list(compress(params, [not flag for flag in partition.in_layers]))
-        return layered.of_layers(params), others, list(map(state.get, range(count)))
+        remaining = list(compress(params, [not flag for flag in partition.in_layers]))
+        return layered.of_layers(params), remaining, list(map(state.get, range(count)))
 
     def _update_all_but(
         self,

@@ -86,6 +86,7 @@ class LayerwiseModel:
         Raises:
           ValueError: If the layers are not stacked, or if `tx.init` combines them.
         """
+        params = from_numpy(params)
         tree, leaves = self.layer_tree, jax.tree.leaves(params)
         types = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         init = functools.partial(abstract_state, tx) if types else tx.init

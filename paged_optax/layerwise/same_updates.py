@@ -229,14 +229,14 @@ class SameUpdates:
 
     Attributes:
       update: Traces the update of gradients and parameters of the own tree.
-      whole: The signatures of an update of the whole own tree.
+      full: The signatures of an update of the whole own tree.
       kinds: For each layer, the number of its kind.
       pruned: True if a layer has the same update in a tree without the other layers.
         `optax.MaskedNode`s then replace them, which take no time to trace.
     """
 
     update: Callable[[PyTree, PyTree], Signatures]
-    whole: Signatures
+    full: Signatures
     kinds: tuple[int, ...]
     pruned: bool
 
@@ -252,20 +252,20 @@ class SameUpdates:
         trees = lambda *layers: [
             tree_shapes(tree, x, *layers) for x in (layered.gradients, layered.params)
         ]
-        whole = update(*trees())
+        full = update(*trees())
         if not tree.length:  # the stacks are the own tree
-            return cls(update, whole, (0,) * layered.length, False)
+            return cls(update, full, (0,) * layered.length, False)
         kinds: list[int] = []
         for i in range(tree.length):
-            same = (kinds[k] for k in range(i) if whole[k] == whole[i])
+            same = (kinds[k] for k in range(i) if full[k] == full[i])
             kinds.append(next(same, max(kinds, default=-1) + 1))
         firsts = [None, *map(kinds.index, range(max(kinds) + 1))]
-        agrees = lambda k, one: one[k] == whole[k] and one[None] == whole[None]
+        agrees = lambda k, one: one[k] == full[k] and one[None] == full[None]
         try:
             pruned = all(agrees(k, update(*trees((k,)))) for k in firsts)
         except Exception:  # `tx` captures a tree of all layers
             pruned = False
-        return cls(update, whole, tuple(kinds), pruned)
+        return cls(update, full, tuple(kinds), pruned)
 
     def check_complete(
         self, tree: LayerTree, layered: LayeredState, numbers: Collection[int]
@@ -282,7 +282,7 @@ class SameUpdates:
         paths, _ = leaf_paths(tree_shapes(tree, layered.params))
         outside = {m: n for n, m in enumerate(members) if isinstance(m, int)}
         names = [keystr(paths[m]) for m, n in outside.items() if n in numbers]
-        rest = self.whole[None]
+        rest = self.full[None]
         for name, x in rest.items():
             elementwise = not isinstance(x, _Computation) or x.elementwise
             if name[2] in names and not elementwise:

@@ -293,5 +293,6 @@ def check_same_counts(batch: PyTree) -> None:
         raise ValueError(
             f"accumulate=True with {shapes or 'no arrays in the batch'}:"
             " stack each leaf of the micro-batches on a leading axis, of one length for"
-            " all; repeat what they share, as in jnp.stack([state] * count)."
+            " all; repeat what they share, as in jnp.stack([state] * count),"
+            " but for keys and counts of random numbers: each has its own."
         )

@@ -135,7 +135,7 @@ class TreeUpdate:
             for n, x in leaves.items()
             if isinstance(members[n], LayerNumbers) == stacks
         }
-        others, small = (
+        remaining, small = (
             (
                 subset(updates, members, stacks),
                 subset(state, self.state_members, stacks),
@@ -143,7 +143,7 @@ class TreeUpdate:
             )
             for stacks in (False, True)
         )
-        new_params, new_state = self._updated(None, None, *others, add=add)
+        new_params, new_state = self._updated(None, None, *remaining, add=add)
         if not small[2]:
             return new_params, new_state
         of_stacks = [self._of_kind(layers, *small) for layers in self.by_kind]

@@ -35,7 +35,7 @@ class Layers:
 
     count: int
     one: tuple[NamedShape, ...]
-    others: tuple[NamedShape, ...]
+    remaining: tuple[NamedShape, ...]
     numbered: str = ""  # the first layer, such as "model.layers.0"; empty for stacks
 
     @property
@@ -46,23 +46,23 @@ class Layers:
     @property
     def rest(self) -> int:
         """Bytes of the parameters outside the layers."""
-        return nbytes([x for _, x in self.others])
+        return nbytes([x for _, x in self.remaining])
 
     @property
     def largest_of_rest(self) -> int:
         """Bytes of the largest of them."""
-        return max((nbytes(x) for _, x in self.others), default=0)
+        return max((nbytes(x) for _, x in self.remaining), default=0)
 
 
 def find_layers(params: PyTree, key: str) -> Layers | None:
     """Finds the layers: stacks under a key, or the most bytes of numbered layers."""
     leaves = _by_path(params)
-    others = lambda layers: tuple(x for n, x in enumerate(leaves) if n not in layers)
+    remaining = lambda layers: tuple(x for n, x in enumerate(leaves) if n not in layers)
     stacks, length = _stacks(leaves, key)
     if stacks:
         cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         one = tuple((path, cut(x)) for path, x in (leaves[n] for n in stacks))
-        return Layers(length, one, others({*stacks}))
+        return Layers(length, one, remaining({*stacks}))
     # Any number in a path may be a layer's. The text before it names the list, the text
     # after it the array within the layer.
     numbered = collections.defaultdict[tuple[str, int], dict[str, int]](dict)
@@ -81,7 +81,7 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
         return None
     prefix, index = min(best)
     one = tuple(leaves[n] for n in numbered[prefix, index].values())
-    return Layers(len(best), one, others(numbers(best)), f"{prefix}{index}")
+    return Layers(len(best), one, remaining(numbers(best)), f"{prefix}{index}")
 
 
 def stacks_under(params: PyTree, key: str) -> frozenset[int]:
@@ -164,7 +164,7 @@ def get_sizes(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     # [width, heads, head] in Flax; [heads, width, head] in Gemma.
     axes = [n for n in shape if n != width] if len(shape) == 3 else []
     assumed = axes[0] if axes else query // _HEAD
-    outside = [x.shape for _, x in layers.others if width in x.shape]
+    outside = [x.shape for _, x in layers.remaining if width in x.shape]
     outputs = [n for shape in outside if (n := math.prod(shape) // width) > 1]
     vocabulary = max(outputs, default=0)
     sizes = Sizes(

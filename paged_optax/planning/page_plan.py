@@ -204,8 +204,8 @@ class PagePlan:
             groups.setdefault(key, []).append(x)
         rows = []
         for group in sorted(groups.values(), key=lambda g: -sum(x.bytes for x in g)):
-            first, *others = group
-            path = f"{first.path} +{len(others)}" if others else first.path
+            first, *remaining = group
+            path = f"{first.path} +{len(remaining)}" if remaining else first.path
             shape = "x".join(map(str, first.shape)) or "scalar"
             where, pages = "device", first.stays
             if first.on_host:

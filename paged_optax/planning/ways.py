@@ -146,7 +146,7 @@ class Ways:
         in_update = other, one + other, pages + other // 8
         parameters, gradients, maximum = max((one, one, scratch), in_update, key=sum)
         moved = self._part(4 * rest + 2 * other)
-        outside = (nbytes(x) for _, x in layers.others)
+        outside = (nbytes(x) for _, x in layers.remaining)
         row = dataclasses.replace(
             row,
             way=f"{way}, all on host",

@@ -75,11 +75,11 @@ class Depends:
         for n in live:
             operands, results = flat.eqns[n].numbers, flat.eqns[n].outputs
             layers = [pure[x] for x in operands if pure.get(x)]
-            others = remaining.intersection(operands)
-            if all(x in pure or x in others for x in operands):
-                if others and not layers:
+            extra = remaining.intersection(operands)
+            if all(x in pure or x in extra for x in operands):
+                if extra and not layers:
                     remaining.update(results)
-                elif not others or all(flat.size(x) == 1 for x in (*others, *results)):
+                elif not extra or all(flat.size(x) == 1 for x in (*extra, *results)):
                     union = frozenset[int]().union(*layers)
                     pure.update(dict.fromkeys(results, union))
                     continue

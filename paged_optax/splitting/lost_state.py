@@ -58,6 +58,7 @@ def warn_of_lost_state(
     get = lambda x: 0 if isinstance(x, Constant) else sources[x]
     renewed, draws = list[tuple[_Bits, int]](), list[tuple[_Bits, int]]()
     counted: _Bits = 0
+    used = {x for e in flat.eqns for x in e.numbers} | {*used_values(flat.outputs)}
     for index, e in enumerate(flat.eqns):
         operands = [get(x) for x in e.inputs]
         sources.update(dict.fromkeys(e.outputs, union := _union(operands)))
@@ -66,14 +67,13 @@ def warn_of_lost_state(
         if union & (union - 1):  # of several inputs
             new = union & _union(of_kind[kind(x)] for x in e.outputs)
             renewed.append((new, index))
-        elif e.primitive.name == "add":
+        elif e.primitive.name == "add" and used.isdisjoint(e.outputs):
             counted |= union & _union(of_kind[kind(x)] for x in e.outputs)
     outputs = used_values(flat.outputs)
     new_values = (sources[x] & of_kind[kind(x)] & ~bits.get(x, 0) for x in outputs)
     returned = _union(new_values)
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
     # An input that is returned as it is has not its new value.
-    unchanged = _union(bits[x] for x in outputs if x in bits)
     computed = _union(sources[x] for x in outputs if x not in bits)
     read = (params & trained) | (~params & computed)
     closed = _union(bits[n] for n in flat.constants)
@@ -82,9 +82,10 @@ def warn_of_lost_state(
     unread = _union(x for x, _ in renewed) & ~read
     lost = arrays & (unread | closed & returned & ~trained)
     fixed = closed | (of_argument["frozen"] & ~returned)
-    stale = counted & unchanged & ~returned
-    same = lambda x: not x & ~(fixed | unchanged if x & stale else fixed)
-    repeated = [(x, index) for x, index in draws if same(x)]
+    repeated = [(x, index) for x, index in draws if not x & ~fixed]
+    # The loss counts the draws, and the next step does not read the new count.
+    counted &= of_argument["batch"] & ~returned
+    stale = [(x & counted, index) for x, index in draws if x & counted]
     texts = dict[str, str]()  # the first of each kind
     # The functions of `jax.random` are traced without the caller's lines.
     line = lambda index: source_line(flat.eqns[index], flat.eqns[index::-1])
@@ -92,12 +93,21 @@ def warn_of_lost_state(
         closed_over = f"a closed-over array, {dtype_and_shape(flat.avals[n])}"
         name = names[n] if n < len(names) else closed_over
         drawn = [index for x, index in repeated if x & bits[n]]
+        recounted = [index for x, index in stale if x & bits[n]]
         if drawn and not jnp.issubdtype(flat.avals[n].dtype, jnp.inexact):
             texts.setdefault(
                 "random",
                 f"the loss draws random numbers, such as dropout masks, from {name}: a"
                 f" count or key that no step changes (at {line(drawn[0])}). They are"
                 " the same in each step.",
+            )
+        elif recounted:
+            texts.setdefault(
+                "random",
+                f"the loss draws random numbers, such as dropout masks, from {name},"
+                " and does not return the new count of them (at"
+                f" {line(recounted[0])}). With the same count and key in the next batch"
+                " they are the same.",
             )
         elif bits[n] & lost and "value" not in texts:
             made = [index for x, index in renewed if x & bits[n]]

@@ -63,19 +63,19 @@ def _find_wholes(flat: Flat, leaves: Iterable[int]) -> dict[int, Whole]:
         values, name = eqn.numbers, eqn.primitive.name
         if len(values) != 1 or values[0] not in wholes:
             continue
-        whole = wholes[values[0]]
-        axes, eqns = whole.axes, (*whole.eqns, eqn)
+        source = wholes[values[0]]
+        axes, eqns = source.axes, (*source.eqns, eqn)
         if name == "transpose":
             axes = tuple(axes[k] for k in _numbers(eqn, "permutation"))
         elif name == "sharding_constraint":
-            eqns = whole.eqns
+            eqns = source.eqns
         elif (
             name not in ELEMENTWISE
             or len(eqn.outputs) != 1
             or not flat.is_elementwise(eqn, flat.shape(values[0]))
         ):
             continue
-        wholes[eqn.outputs[0]] = Whole(whole.leaf, axes, eqns)
+        wholes[eqn.outputs[0]] = Whole(source.leaf, axes, eqns)
     return wholes
 
 
@@ -218,10 +218,10 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
                 if wholes.keys().isdisjoint(eqn.numbers):
                     results = eqn.bind(list(map(read, eqn.inputs)), None)
                 else:
-                    whole, shape = wholes[eqn.numbers[0]], flat.shape(eqn.outputs[0])
-                    stack = parts[whole.leaf]
+                    source, shape = wholes[eqn.numbers[0]], flat.shape(eqn.outputs[0])
+                    stack = parts[source.leaf]
                     results = [
-                        _part(eqn, whole, axes[whole.leaf], stack[n], shape)
+                        _part(eqn, source, axes[source.leaf], stack[n], shape)
                         for n in layers_of(eqn)
                     ]
             values.update(zip(eqn.outputs, results, strict=True))
@@ -244,10 +244,10 @@ def by_layer(flat: Flat, layers: Candidate) -> tuple[Flat, list[dict[Member, int
 
 
 def _part(
-    eqn: Equation, whole: Whole, axis: int, x: ArrayLike, shape: tuple[int, ...]
+    eqn: Equation, source: Whole, axis: int, x: ArrayLike, shape: tuple[int, ...]
 ) -> ArrayLike:
     """Computes a slice of a prepared stack from a layer's parameter."""
-    place, x = whole.axes.index(axis), whole.one(x, axis)
+    place, x = source.axes.index(axis), source.one(x, axis)
     # `jnp.unstack` drops the axis.
     x = x if np.shape(x) == shape else lax.expand_dims(x, [place])
     if np.shape(x) == shape:

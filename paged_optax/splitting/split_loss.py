@@ -40,7 +40,7 @@ class SplitLoss:
     layers: Candidate  # in the order of computation
     pieces: Pieces
     output: PyTreeDef  # structure of the loss's result
-    others: Sequence[Candidate] = ()  # layers that stay whole
+    remaining: Sequence[Candidate] = ()  # layers that stay whole
     # Larger layers that the loss cannot be split into.
     refused: Sequence[tuple[Candidate, SplitError]] = ()
 
@@ -123,11 +123,11 @@ class Loss:
                 refused.append((candidate, error))
                 continue
             # Layers without parameters in common with these stay whole.
-            used, others = layers.leaves, list[Candidate]()
+            used, remaining = layers.leaves, list[Candidate]()
             same = [x for x in known if x.shown == layers.shown]
             for other in (*known, *(y for x in same for y in x.parts())):
                 if used.isdisjoint(other.leaves):
-                    others.append(other)
+                    remaining.append(other)
                     used |= other.leaves
             refused = [
                 (x, error)
@@ -135,7 +135,7 @@ class Loss:
                 if not x.guess and x.shown != layers.shown
             ]
             output = jax.tree.structure(shapes)
-            return SplitLoss(layers, pieces, output, others, refused)
+            return SplitLoss(layers, pieces, output, remaining, refused)
         # Errors of layers that are not guesses are more useful.
         raise min(refused, key=lambda x: x[0].guess)[1]
 

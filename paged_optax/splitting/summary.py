@@ -30,7 +30,7 @@ def summary(loss: Loss, split: SplitLoss) -> str:
     if pieces.kept:
         kept = f"{count} x {_size(pieces.kept)}"
         rows.append(("kept of each layer", _types(pieces.kept), kept))
-    for other in split.others:
+    for other in split.remaining:
         frozen = all(loss.leaves[n][0] for n in other.leaves)
         how = "frozen" if frozen else "with their gradients"
         words = f"{other.shown}, {other.length} layers, {how}"

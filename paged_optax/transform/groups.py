@@ -224,8 +224,8 @@ class LeafStreams:
         shards = None if owner is None else self.layout.parameter_shards[owner]
         if shards is None or leaf.shards is not None:
             return new
-        whole = lambda x: dataclasses.replace(shards, axes=((),) * jnp.ndim(x))
-        return jax.tree.map(lambda x: constrained(x, whole(x)), new)
+        replicated = lambda x: dataclasses.replace(shards, axes=((),) * jnp.ndim(x))
+        return jax.tree.map(lambda x: constrained(x, replicated(x)), new)
 
     def _gated(self, index: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, in the old value's place."""

@@ -146,7 +146,7 @@ class NewState:
     layout: StateLayout
     # For each parameter the sharding of its moments, if they are divided apart from it.
     places: Sequence[NamedSharding | None]
-    stays: list[bool]  # for each leaf whether it is on the device
+    on_device: list[bool]  # for each leaf whether it is on the device
     refused: Mapping[int, str]  # reason why a leaf cannot be sliced in host memory
     analysis: Analysis
     constants: Mapping[int, ArrayLike]  # arrays that the programs close over, by number
@@ -171,25 +171,30 @@ class NewState:
         # Moments of a parameter stay or go as one, and so do moments of a stack.
         stack_of = dict(current().stacks)
         owners = [("stack", stack_of[x]) if x in stack_of else x for x in paths]
-        stays = resident(
+        on_device = resident(
             layout.sizes,
             [None if i is None else owners[i] for i in layout.param_indices],
             paged.budget(parameters=nbytes(leaves)),
             layout.small(paged.min_paged_size),
         )
         refused: dict[int, str] = {}
-        kind = None if all(stays) else resolve_host_memory_kind(paged.host_memory_kind)
+        kind = (
+            None if all(on_device) else resolve_host_memory_kind(paged.host_memory_kind)
+        )
         if kind == PINNED_HOST:
             check_backend()
-            moving = (i for i, stay in enumerate(stays) if not stay)
+            moving = (i for i, flag in enumerate(on_device) if not flag)
             reasons = ((i, paged.refused(layout, i)) for i in moving)
             refused = {i: reason for i, reason in reasons if reason}
-        stays = [
-            stay or i in refused or kind != PINNED_HOST for i, stay in enumerate(stays)
+        on_device = [
+            flag or i in refused or kind != PINNED_HOST
+            for i, flag in enumerate(on_device)
         ]
-        unowned = [None] * len(leaves), [None] * len(stays)
+        unowned = [None] * len(leaves), [None] * len(on_device)
         analysis, constants = analyse(closed, *unowned, str)
-        new = cls(paged, params, layout, places, stays, refused, analysis, constants)
+        new = cls(
+            paged, params, layout, places, on_device, refused, analysis, constants
+        )
         if current().visitor is None:
             new.warn()
         return new
@@ -240,8 +245,8 @@ class NewState:
             return [self._placed(i, value, divided) for i, value in results]
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it.
-                sizes = zip(self.layout.sizes, self.stays, strict=True)
-                moving = sum(size or 0 for size, stay in sizes if not stay)
+                sizes = zip(self.layout.sizes, self.on_device, strict=True)
+                moving = sum(size or 0 for size, flag in sizes if not flag)
                 error.add_note(
                     f"The moments take {readable_bytes(moving)} of host memory in all;"
                     " plan(tx, params) lists them. codec= stores them in fewer bytes."
@@ -251,14 +256,14 @@ class NewState:
     def _leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
         """Runs the program of one leaf, page by page if it is on the host or coded."""
         (index,) = leaf.outputs
-        stored, stays = self.layout.leaves[index], self.stays[index]
+        stored, on_device = self.layout.leaves[index], self.on_device[index]
         codec, dtype = stored.codec, stored.aval.dtype
-        if stays and codec is None and stored.shards is None:
+        if on_device and codec is None and stored.shards is None:
             return leaf.program(inputs)
         if current().visitor is not None:
             # Pages take long to trace, and only types matter.
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored.stored)
-            return [zeros if stays else jax.device_put(zeros, HOST)]
+            return [zeros if on_device else jax.device_put(zeros, HOST)]
         # Page by page: 8 bytes a parameter must never exist on the device, not even for
         # a moment.
         place = None if stored.param_index is None else self.places[stored.param_index]
@@ -268,7 +273,7 @@ class NewState:
         if stored.shards is None and not is_traced(inputs):
             # Pages are written into a buffer whose type names no mesh.
             inputs = [typed_automatic(x) for x in inputs]
-        formats = [MomentFormat(dtype.itemsize, codec, not stays)]
+        formats = [MomentFormat(dtype.itemsize, codec, not on_device)]
         new = fill(
             tuple(inputs),
             jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
@@ -276,7 +281,7 @@ class NewState:
             geometry=self.paged.geometry(leaf, formats, stored.shards),
             dtype=dtype,
             codec=codec,
-            host=not stays,
+            host=not on_device,
             shards=stored.shards,
             axes=varying_axes(leaf.avals),
         )
@@ -289,7 +294,7 @@ class NewState:
 
         Leaves of no parameter are replicated over the parameters' mesh.
         """
-        leaf, host = self.layout.leaves[index], not self.stays[index]
+        leaf, host = self.layout.leaves[index], not self.on_device[index]
         like = None if leaf.param_index is None else parameters[leaf.param_index]
         meshes = [x.mesh for x in self.layout.parameter_shards if x]
         if leaf.codec is None:

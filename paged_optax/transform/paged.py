@@ -150,7 +150,7 @@ def paged(
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
     if device_budget is not None and device_budget != "auto":
-        device_budget = parse_bytes("device_budget", device_budget, others=_AUTO)
+        device_budget = parse_bytes("device_budget", device_budget, extra=_AUTO)
     rules = check(codec)
     inner = paged_by_one(optax.with_extra_args_support(inner))
     if master_remainders not in (False, True, "int8"):

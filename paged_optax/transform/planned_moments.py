@@ -125,7 +125,7 @@ _WHOLE = (
 
 def planned_moments(state: NewState, extra: Mapping[str, PyTree]) -> list[Moment]:
     """Describes the placement and the pages of each moment; `extra`: of `update`."""
-    paged, layout, stays = state.paged, state.layout, state.stays
+    paged, layout, on_device = state.paged, state.layout, state.on_device
     extras, static = arrays_and_rest({"extra_args": extra})
     analysis, constants = paged.analyse(
         state.params, layout.shapes, layout.param_indices, state.params, extras, static
@@ -140,10 +140,10 @@ def planned_moments(state: NewState, extra: Mapping[str, PyTree]) -> list[Moment
     coded = coded_moments(paged.rules, *shapes)
     for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
         x, codec, shape = leaf.aval, leaf.codec, leaf.local
-        whole = _PlannedPages(i, uncut(x.shape).gpu, False, 3)
-        number, pages, both, flying = geometry.get(i, whole)
+        full = _PlannedPages(i, uncut(x.shape).gpu, False, 3)
+        number, pages, both, flying = geometry.get(i, full)
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
-        parts = PagedArray.create(stored, pages, codec, on_host=not stays[i]).parts
+        parts = PagedArray.create(stored, pages, codec, on_host=not on_device[i]).parts
         preloaded = [part for part in parts if part.preloaded]
         reason = _WHOLE if parts[0].preloaded else pages.refused
         moments.append(
@@ -152,14 +152,14 @@ def planned_moments(state: NewState, extra: Mapping[str, PyTree]) -> list[Moment
                 shape=shape,
                 dtype=str(x.dtype if codec is None else codec),
                 bytes=layout_bytes(stored),
-                on_host=not stays[i],
-                pages=0 if stays[i] else max(1, pages.count),
-                page_bytes=0 if stays[i] else _page_bytes(pages, x),
+                on_host=not on_device[i],
+                pages=0 if on_device[i] else max(1, pages.count),
+                page_bytes=0 if on_device[i] else _page_bytes(pages, x),
                 leaf=number,
                 in_flight=flying if codec is None else 3,
                 beside=sum(map(layout_bytes, preloaded)),
-                refused=state.refused.get(i, "" if stays[i] else reason),
-                bidirectional=both and not stays[i],
+                refused=state.refused.get(i, "" if on_device[i] else reason),
+                bidirectional=both and not on_device[i],
                 small=leaf.size is not None and small[i],
                 elementwise=i in elementwise,
                 uncoded=codec is None and (y := coded[i]) is not None and y.small,
@@ -185,17 +185,25 @@ def _geometry(
 
     Leaves are grouped as `update` groups them, in a trace of their types.
     """
-    layout, stays, parameters = state.layout, state.stays, jax.tree.leaves(state.params)
+    layout, on_device, parameters = (
+        state.layout,
+        state.on_device,
+        jax.tree.leaves(state.params),
+    )
     first, leaves, platform = len(parameters), layout.leaves, memory.platform()
     groups: list[tuple[list[LeafUpdate], list[MomentFormat], Shards | None]] = []
     # The mesh may be fictitious: leaves on the device are not constrained to it.
-    whole = tuple(dataclasses.replace(x, shards=None) for x in leaves)
-    layout = dataclasses.replace(layout, leaves=whole)
+    full = tuple(dataclasses.replace(x, shards=None) for x in leaves)
+    layout = dataclasses.replace(layout, leaves=full)
 
-    def group(stored: list[StoredOrShape], *others: Sequence[Value]) -> None:
-        gradients, *remaining = others
-        place = lambda x, stays: x if stays else jax.device_put(x, memory.HOST)
-        args = [*gradients, *map(place, stored, stays), *itertools.chain(*remaining)]
+    def group(stored: list[StoredOrShape], *extra: Sequence[Value]) -> None:
+        gradients, *remaining = extra
+        place = lambda x, on_device: x if on_device else jax.device_put(x, memory.HOST)
+        args = [
+            *gradients,
+            *map(place, stored, on_device),
+            *itertools.chain(*remaining),
+        ]
         counts = {first + i: [args[first + i]] * first for i in layout.counts}
         moves = dict.fromkeys([None, *range(first)], True)
         streams = LeafStreams(analysis, layout, args, counts, [True] * first, moves)
@@ -212,10 +220,10 @@ def _geometry(
         numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
         return {
             i: MomentFormat(
-                leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i]
+                leaves[i].aval.dtype.itemsize, leaves[i].codec, not on_device[i]
             )
             for i in numbers
-            if 0 <= i < len(leaves) and (leaves[i].codec or not stays[i])
+            if 0 <= i < len(leaves) and (leaves[i].codec or not on_device[i])
         }
 
     geometry: dict[int, _PlannedPages] = {}

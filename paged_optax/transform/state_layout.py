@@ -313,21 +313,21 @@ def resident(
     sizes: Sequence[int | None],
     owners: Sequence[Hashable],
     budget: int | None,
-    stays: Sequence[bool],
+    on_device: Sequence[bool],
 ) -> list[bool]:
     """Chooses the state leaves that stay on the device.
 
     A step reads every page once, in one order, so the best choice (Belady's) is a fixed
-    set: the leaves that always `stays` names, then the moments of parameters in order
+    set: the leaves that `on_device` names, then the moments of parameters in order
     until the budget is spent; None: all. Moments of one owner, a parameter or a stack,
     stay or go as one.
     """
     if budget is None:
         return [True] * len(sizes)
-    stays = list(stays)
+    on_device = list(on_device)
     groups: dict[Hashable, list[int]] = {}
     for leaf, owner in enumerate(owners):
-        if not stays[leaf]:
+        if not on_device[leaf]:
             key = ("leaf", leaf) if owner is None else owner
             groups.setdefault(key, []).append(leaf)
     for group in groups.values():
@@ -335,8 +335,8 @@ def resident(
         if size <= budget:
             budget -= size
             for leaf in group:
-                stays[leaf] = True
-    return stays
+                on_device[leaf] = True
+    return on_device
 
 
 def _encoded_parts(

@@ -512,8 +512,8 @@ def test_old_statistics_that_are_returned_are_warned_of(name):
         po.split_layers(mixed, params, (state, BATCHES[0]))
 
 
-@pytest.mark.parametrize("stale", [True, False])
-def test_counts_of_masks_that_are_returned_unchanged(stale):
+@pytest.mark.parametrize("returns", ["the old", "none", "new", "new, by a key"])
+def test_counts_of_masks_that_are_not_returned(returns):
     """NNX's counts from a merged copy; a key of each batch changes them too."""
     rngs = nnx.Rngs(0)
     module = nnx.Sequential(
@@ -527,17 +527,18 @@ def test_counts_of_masks_that_are_returned_unchanged(stale):
     def loss(params, batch):
         state, x, key = batch
         model = nnx.merge(graph, params, state, copy=True)
-        if not stale:
+        if returns == "new, by a key":
             nnx.reseed(model, default=key)
-        value = jnp.mean(model(x) ** 2)
-        return value, state if stale else nnx.state(model, nnx.Not(nnx.Param))
+        value, new = jnp.mean(model(x) ** 2), nnx.state(model, nnx.Not(nnx.Param))
+        return value, {"the old": state, "none": None}.get(returns, new)
 
     batch = state, jnp.ones((4, 8)), jax.random.key(1)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         po.split_layers(loss, params, batch, layers="layers")
     texts = [str(x.message) for x in found]
-    assert len(texts) == stale and all("random numbers" in x for x in texts)
+    assert len(texts) == (returns in ("the old", "none"))
+    assert all("does not return the new count" in x for x in texts)
 
 
 @pytest.mark.filterwarnings("ignore:the loss (computes|draws)")  # the other one

@@ -154,3 +154,19 @@ def test_leaves_that_are_read_as_they_are_stacked(on_host):
         assert reference.kinds(found["layers"]) == reference.kinds(wanted["layers"])
     both = model.stack(jax.tree.map(Read, params), **where)
     jax.tree.map(np.testing.assert_array_equal, both, wanted)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_numpy_parameters(on_host):
+    """Stacks, state and steps as of JAX's arrays, wherever the stacks are."""
+    params, frozen, batch = made(jnp.float32)
+    model, tx = po.split_layers(loss, params, batch, frozen=frozen), po.paged_adamw(0.1)
+
+    def trained(params):
+        stacked = model.stack(params, on_host=on_host, min_size=0)
+        args = stacked, model.init(tx, stacked), model.workspace(stacked)
+        fixed = model.stack_frozen(frozen)
+        return jax.jit(po.layerwise_step(model, tx))(*args, batch, fixed)
+
+    arrays = jax.tree.map(np.asarray, params)
+    jax.tree.map(np.testing.assert_array_equal, trained(arrays), trained(params))
