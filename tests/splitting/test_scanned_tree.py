@@ -83,6 +83,14 @@ def distance(one, other):
     return max(np.abs(numbers(x) - numbers(y)).max(initial=0) for x, y in pairs)
 
 
+@pytest.fixture
+def double():
+    """Float64, whose roundings Adam does not make visible on any CPU."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_scanned_layers_have_the_numbers_of_optax(name, axis):
@@ -90,6 +98,8 @@ def test_scanned_layers_have_the_numbers_of_optax(name, axis):
     if axis and name == "eight bits":
         pytest.skip("blocks of codes follow the layers, see the next test")
     loss, tx, params = loss_of(axis), TRANSFORMATIONS[name](), params_of(axis)
+    dtype, most = ("float32", 2e-6) if name == "eight bits" else ("float64", 1e-12)
+    params = optax.tree.cast(params, dtype)
 
     @jax.jit
     def ordinary(params, state, batch):
@@ -100,7 +110,7 @@ def test_scanned_layers_have_the_numbers_of_optax(name, axis):
     model = po.split_layers(loss, params, BATCHES[0])
     stacks = model.stack(params)
     state = model.init(tx, stacks)
-    on_host = {"host_dtype": "float32"} if name == "guarded" else {}
+    on_host = {"host_dtype": dtype} if name == "guarded" else {}
     workspace = model.workspace(stacks, **on_host)
     step = jax.jit(po.layerwise_step(model, tx))
     theirs = params, tx.init(params)
@@ -109,8 +119,8 @@ def test_scanned_layers_have_the_numbers_of_optax(name, axis):
         stacks, state, workspace, _ = step(stacks, state, workspace, batch)
         if n == STEPS // 2:
             state = model.stack_state(model.unstack_state(state))
-    assert distance(theirs[0], model.unstack(stacks)) < 2e-6
-    assert distance(theirs[1], model.unstack_state(state)) < 2e-6
+    assert distance(theirs[0], model.unstack(stacks)) < most
+    assert distance(theirs[1], model.unstack_state(state)) < most
 
 
 def test_codes_of_another_axis_stay_in_stacks():
