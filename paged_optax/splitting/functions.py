@@ -260,8 +260,9 @@ class SplitFunctions:
                 why = f"{fails}, which split_layers did not get."
             elif differ[0] not in new:
                 why = (
-                    f"loss fails without batch{differ[0]}, which split_layers got. If"
-                    " it is state, the loss has to return all of it."
+                    f"loss fails without batch{differ[0]}, which split_layers got."
+                    " State has the same place in each batch, and the loss returns all"
+                    " of it."
                 )
             else:
                 why = (
