@@ -60,7 +60,7 @@ class Run:
         tokenizer = tokenizer_of(args.checkpoint)
         kept, aside = divided(documents(args.text, tokenizer), args.held_out, args.seed)
         if args.eval_text:
-            aside, _ = divided(documents(args.eval_text, tokenizer), 0, 0)
+            aside = sum(documents(args.eval_text, tokenizer), [])
         train = rows_of(args, args.text, kept)
         held_out = rows_of(args, args.eval_text or args.text, aside) if aside else []
         decoder.refuse_tokens([*train, *held_out])

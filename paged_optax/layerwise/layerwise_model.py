@@ -163,7 +163,7 @@ class LayerwiseModel:
         Raises:
           ValueError: See `GradientWorkspace.allocate`.
         """
-        if self.layer_tree is not None:
+        if self.layer_tree is not None and self.layer_tree.length:
             self.layer_tree.stacked_leaves(params)
         partition = Partition.create(params, layers)
         if isinstance(rest, bool):

@@ -347,7 +347,7 @@ class LayerwiseStep:
     ) -> TracedStep:
         """Checks the arguments, and traces the update."""
         tree = self._layer_tree
-        if tree is not None:
+        if tree is not None and tree.length:
             tree.stacked_leaves(params)
         partition = Partition.create(params, self._layers)
         check_inexact(params)

@@ -185,11 +185,8 @@ def _geometry(
 
     Leaves are grouped as `update` groups them, in a trace of their types.
     """
-    layout, on_device, parameters = (
-        state.layout,
-        state.on_device,
-        jax.tree.leaves(state.params),
-    )
+    layout, on_device = state.layout, state.on_device
+    parameters = jax.tree.leaves(state.params)
     first, leaves, platform = len(parameters), layout.leaves, memory.platform()
     groups: list[tuple[list[LeafUpdate], list[MomentFormat], Shards | None]] = []
     # The mesh may be fictitious: leaves on the device are not constrained to it.
@@ -198,12 +195,9 @@ def _geometry(
 
     def group(stored: list[StoredOrShape], *extra: Sequence[Value]) -> None:
         gradients, *remaining = extra
-        place = lambda x, on_device: x if on_device else jax.device_put(x, memory.HOST)
-        args = [
-            *gradients,
-            *map(place, stored, on_device),
-            *itertools.chain(*remaining),
-        ]
+        place = lambda x, stays: x if stays else jax.device_put(x, memory.HOST)
+        placed = map(place, stored, on_device)
+        args = [*gradients, *placed, *itertools.chain(*remaining)]
         counts = {first + i: [args[first + i]] * first for i in layout.counts}
         moves = dict.fromkeys([None, *range(first)], True)
         streams = LeafStreams(analysis, layout, args, counts, [True] * first, moves)
