@@ -29,7 +29,7 @@ from jaxlib.mlir.dialects import func
 from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.types import ArrayOrShape, is_traced
+from paged_optax.backend.types import ArrayOrShape, Device, is_traced
 
 Tree = TypeVar("Tree")
 
@@ -161,12 +161,17 @@ def resolve_host_memory_kind(requested: object) -> str:
     return PINNED_HOST
 
 
-def device_memory() -> tuple[int, int]:
-    """Returns the bytes of the default device's memory, and the bytes in use.
+def device_memory(device: Device | None = None) -> tuple[int, int]:
+    """Returns the bytes of a device's memory, and the bytes in use.
 
-    Both are zero on a backend without such statistics (CPU).
+    Both are zero where JAX has no such statistics: on a CPU, and of a device that is
+    another process's, or that is only compiled for. None: the first local device.
     """
-    statistics = jax.local_devices()[0].memory_stats() or {}
+    device = device or jax.local_devices()[0]
+    try:
+        statistics = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        statistics = {}
     return statistics.get("bytes_limit", 0), statistics.get("bytes_in_use", 0)
 
 

@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend import core
-from jax.interpreters import partial_eval
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
     is_mistyped,
     memory_kind,
     memory_kinds,
-    nbytes,
     on_host,
+    replicated_sharding,
     typed_by_memory,
 )
 from paged_optax.backend.text import keystr
@@ -105,25 +103,23 @@ def sharding_list(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
     return tuple(shardings) if any(shardings) else ()
 
 
-def host_types(leaves: Iterable[Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The types of the leaves in host memory, by name."""
+def placed_types(leaves: Iterable[Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of the leaves that JAX does not move, by name."""
+    place = lambda x: typed_by_memory(x.sharding) if on_host(x) else x.sharding
     return {
-        name: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=typed_by_memory(x.sharding)
-        )
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
         for _, name, x in leaves
-        if on_host(x) and getattr(x, "sharding", None) is not None
+        if is_placed(x) or on_host(x)
     }
 
 
-def host_type(
+def _type_before(
     leaf: Leaf, types: Mapping[str, jax.ShapeDtypeStruct]
 ) -> jax.ShapeDtypeStruct | None:
-    """The type that a leaf outside host memory had there, if it has its shape."""
     before, now = types.get(leaf.name), jax.typeof(leaf.value)
-    if before is None or on_host(leaf.value):
+    if before is None or (before.shape, before.dtype) != (now.shape, now.dtype):
         return None
-    return before if (before.shape, before.dtype) == (now.shape, now.dtype) else None
+    return before
 
 
 def check_not_moved(
@@ -131,42 +127,15 @@ def check_not_moved(
 ) -> None:
     """Raises if an array in device memory belongs in host memory."""
     for leaf in leaves:
-        if is_mistyped(leaf.value) or host_type(leaf, types):
+        before = _type_before(leaf, types)
+        has_left = before is not None and on_host(before) and not on_host(leaf.value)
+        if has_left or is_mistyped(leaf.value):
             raise ValueError(
                 f"{leaf.name} belongs in host memory, and has the type of device memory"
                 f" ({jax.typeof(leaf.value)}): a restore or a jax.device_put without a"
                 " memory kind did that. Put the state back by"
                 " paged_optax.place_state(tx, state, params)."
             )
-
-
-# JAX promises nothing of it (checked with 0.10.2, 0.11.2 and 0.12.0.1).
-_eliminate = getattr(partial_eval, "dce_jaxpr", None)
-#: If true, a program keeps the arguments that nothing reads, as a donated buffer must
-#: be in it. But jax 0.11.2 to 0.12.0.1 then keep the program for ever, and all that it
-#: closes over: their cache of jaxprs without unused arguments holds its own key.
-#: `keep_unread` keeps such buffers instead.
-KEEP_UNUSED = _eliminate is None
-
-
-def keep_unread(
-    jaxpr: core.ClosedJaxpr, values: list[PyTree], donated: Sequence[bool]
-) -> list[PyTree]:
-    """The arguments, with donated buffers that the step does not read kept.
-
-    They pass a barrier with the smallest array that is read. XLA removes the barrier.
-    """
-    if _eliminate is None or not any(donated):
-        return values
-    avals = [x.aval for x in jaxpr.jaxpr.invars]
-    _, used = _eliminate(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    read = [(nbytes(x), n) for n, x in enumerate(avals) if used[n]]
-    unread = [n for n, x in enumerate(avals) if donated[n] and not used[n] and x.size]
-    if not read or not unread:
-        return values
-    _, smallest = min(read)
-    bound = lax.optimization_barrier([values[n] for n in (smallest, *unread)])
-    return [*values[:smallest], bound[0], *values[smallest + 1 :]]
 
 
 def divide_like(
@@ -177,18 +146,15 @@ def divide_like(
     XLA may divide updated parameters differently. No buffer could be reused then, and
     the next step would refuse the parameters.
     """
-    leaf_types = lambda tree: (
+    types = lambda tree: (
         jax.tree.structure(tree),
         [(x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(tree))],
     )
-    left = [(leaf_types(value), places) for value, places in donated if any(places)]
-    if not left:
-        return results
+    left = [(types(value), places) for value, places in donated if any(places)]
 
     def divide(result: PyTree) -> PyTree:
-        types = leaf_types(result)
         for n, (like, places) in enumerate(left):
-            if like == types:
+            if like == types(result):
                 del left[n]  # each donated argument gives its sharding to one result
                 leaves, structure = jax.tree.flatten(result)
                 return jax.tree.unflatten(structure, map(_divide, leaves, places))
@@ -216,23 +182,8 @@ def local_device(shardings: Iterable[Sharding]) -> Device:
     Another process's devices cannot be queried.
     """
     devices = [device for x in shardings for device in x.device_set]
-    local = (x for x in devices if x.process_index == jax.process_index())
-    return next(local, next(iter(devices), jax.devices()[0]))
-
-
-def shared_by(shardings: Iterable[Sharding]) -> Sharding | None:
-    """The sharding of an undivided array on the devices that some shardings share.
-
-    None if there are several sets of devices.
-    """
-    unique = {frozenset(x.device_set): x for x in shardings}
-    match [*unique.items()]:
-        case [(devices, _)] if len(devices) == 1:
-            return SingleDeviceSharding(*devices)
-        case [(_, NamedSharding(mesh=mesh))]:
-            return NamedSharding(mesh, PartitionSpec())
-        case _:
-            return None
+    is_remote = lambda device: device.process_index != jax.process_index()
+    return min(devices or jax.devices(), key=is_remote)
 
 
 def is_placed(x: object) -> bool:
@@ -246,30 +197,30 @@ def commit_donated(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     donated: Chosen,
-    host: Mapping[str, jax.ShapeDtypeStruct],
-    places: Sequence[Sharding],
+    types: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """The arguments, with donated arrays committed to the devices of the others.
+    """The arguments, with donated arrays committed to where they were before.
 
-    A step's results are: `jax.jit` would compile for these, and again for them. `host`
-    has the types of earlier arguments in host memory, `places` their shardings.
+    Or to the devices of the others, as a step's results are: `jax.jit` would compile
+    for these, and again for them. `types` has the earlier arguments'.
     """
     # A dict of positions and names has no order, and so is no pytree.
-    values = jax.tree.leaves([*donated.select(args, kwargs).values()])
-    if all(map(is_placed, values)):
+    if all(map(is_placed, jax.tree.leaves([*donated.select(args, kwargs).values()]))):
         return args, kwargs
     leaves = argument_leaves(args, kwargs)
-    shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
-    sharding = shared_by(shardings or places)
-    if sharding is None:
-        return args, kwargs
+    placed = [x.value for x in leaves if is_placed(x.value)]
+    sharding = replicated_sharding(placed or types.values())
+    if sharding and len(sharding.device_set) == 1:
+        sharding = SingleDeviceSharding(*sharding.device_set)  # as a result's is
 
     def commit(leaf: Leaf) -> PyTree:
         x = leaf.value
         if leaf.key not in donated or is_placed(x):
             return x
-        before = host_type(leaf, host)
-        place = before.sharding if before else sharding
+        before = _type_before(leaf, types)
+        place = sharding if before is None else before.sharding
+        if place is None:
+            return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(sharding=place)
         return jax.device_put(x, place)  # copies nothing that is there already

@@ -6,13 +6,13 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
-from jax.sharding import Sharding
 from jax.stages import Compiled, Wrapped
 from jaxtyping import PyTree
 
@@ -23,23 +23,26 @@ from paged_optax.backend.compiler_options import (
     addressing_options,
     overlap_options,
 )
-from paged_optax.backend.memory import donate_within_memory, on_host, typed_by_memory
+from paged_optax.backend.memory import (
+    device_memory,
+    donate_within_memory,
+    on_host,
+    typed_by_memory,
+)
 from paged_optax.backend.text import readable_bytes
 from paged_optax.backend.types import is_traced
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.donations import (
-    KEEP_UNUSED,
     Chosen,
     argument_leaves,
     check_donations,
     check_not_moved,
     commit_donated,
     divide_like,
-    host_types,
     is_placed,
-    keep_unread,
     local_device,
     note_donated,
+    placed_types,
     sharding_list,
 )
 from paged_optax.compiling.host_arithmetic import (
@@ -51,27 +54,19 @@ from paged_optax.compiling.memory_report import device_total
 from paged_optax.transform.checks import note_elsewhere
 from paged_optax.transform.context import current, known_shardings, within
 
+_Compiled = tuple[Wrapped, Compiled]
 
-def compile_overlapping(
-    jit: Callable[..., Wrapped],
-    args: tuple[PyTree, ...],
-    kwargs: Mapping[str, PyTree],
-    device: Any,
-) -> tuple[Wrapped, Compiled]:
+
+def compile_overlapping(compile: Callable[..., _Compiled], device: Any) -> _Compiled:
     """Compiles a program so that its transfers overlap with products.
 
     XLA's scheduler then keeps more buffers alive. It is left out if the program takes
     more memory than the device has, and so are options that this XLA does not have.
-    `jit` takes them by name; `device` is None if nothing is transferred.
+    `compile` takes them by name; `device` is None if nothing is transferred.
     """
-
-    def compiled_with(options: Mapping[str, Any]) -> tuple[Wrapped, Compiled]:
-        jitted = jit(**options)
-        return jitted, jitted.lower(*args, **kwargs).compile()
-
     options = overlap_options(device)
     try:
-        jitted, compiled = compiled_with(options)
+        jitted, compiled = compile(**options)
     except jax.errors.JaxRuntimeError as error:
         if not options or "No such compile option" not in str(error):
             raise
@@ -79,25 +74,17 @@ def compile_overlapping(
             "this XLA takes no compiler options that overlap transfers and products,"
             f" and the step is compiled without: {str(error).splitlines()[0]}"
         )
-        return compiled_with({})
+        return compile()
     unscheduled = {name: x for name, x in options.items() if name not in SCHEDULED}
-    limit = None if unscheduled == options else _memory_limit(device)
-    if limit is None or (needed := device_total(compiled)) <= limit:
+    limit = 0 if unscheduled == options else device_memory(device)[0]
+    if not limit or (needed := device_total(compiled)) <= limit:
         return jitted, compiled
     warn_user(
         f"transfers do not overlap with products, as the step would then take"
         f" {readable_bytes(needed)} of the device, and JAX has {readable_bytes(limit)}:"
         " give it fewer tokens, or more of the device's memory."
     )
-    return compiled_with(unscheduled)
-
-
-def _memory_limit(device: Any) -> int | None:
-    """The bytes that JAX takes of a device; None if it does not report them."""
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:
-        return None  # it is another process's, or only compiled for
+    return compile(**unscheduled)
 
 
 _CONFIG: Any = jax.config
@@ -145,8 +132,7 @@ class Step:
 
     def __init__(self, step: Callable[..., PyTree], donated: Chosen, static: Chosen):
         self._step, self._donated, self._static = step, donated, static
-        self._host: dict[str, jax.ShapeDtypeStruct] = {}
-        self._shardings: list[Sharding] = []
+        self._types: dict[str, jax.ShapeDtypeStruct] = {}
         self._travels = False
         self._forget()
         self._nested = self._jit_of(lambda *args, **kwargs: step(*args, **kwargs))
@@ -173,7 +159,7 @@ class Step:
             return self._nested(*args, **kwargs)
         try:
             committed = {getattr(x, "committed", False) for x in leaves}
-            if False in committed and (True in committed or self._shardings):
+            if False in committed and (True in committed or self._types):
                 args, kwargs = self._commit(args, kwargs)
                 leaves = jax.tree.leaves((args, kwargs))
             with _divided(leaves), contextlib.suppress(_NotCompiled):
@@ -218,7 +204,6 @@ class Step:
                 run,
                 donate_argnums=indices,
                 donate_argnames=names,
-                keep_unused=KEEP_UNUSED,
                 compiler_options=options or None,
             )
         )
@@ -227,12 +212,12 @@ class Step:
     def _commit(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        return commit_donated(args, kwargs, self._donated, self._host, self._shardings)
+        return commit_donated(args, kwargs, self._donated, self._types)
 
     def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:
         leaves = [x for x in argument_leaves(args, kwargs) if x.key not in self._static]
         shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
-        check_not_moved(leaves, self._host)
+        check_not_moved(leaves, self._types)
         try:
             with _checked(jax.tree.leaves((args, kwargs))):
                 jaxpr = self._jitted.trace(*args, **kwargs).jaxpr
@@ -248,8 +233,12 @@ class Step:
                 # Without transfers nothing is to overlap, and CUDA graphs are faster.
                 self._travels |= reaches_host(jaxpr)
                 device = device if self._travels else None
-                jit = functools.partial(self._jit, **addressing_options(device))
-                jitted, compiled = compile_overlapping(jit, args, kwargs, device)
+
+                def compile(**options: Any) -> _Compiled:
+                    jitted = self._jit(**addressing_options(device), **options)
+                    return jitted, jitted.lower(*args, **kwargs).compile()
+
+                jitted, compiled = compile_overlapping(compile, device)
             check_donations(compiled, leaves, self._donated)
         except Exception as error:
             # JAX must not run what it traced for arguments that are refused here.
@@ -260,34 +249,29 @@ class Step:
             raise
         self._jitted = jitted
         if self.compiled is None:
-            self.compiled, self._shardings = compiled, shardings
-            self._host = host_types(leaves)
+            self.compiled, self._types = compiled, placed_types(leaves)
         return compiled
 
     def _traced(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         """Traces the step, with its donated buffers kept and its results divided."""
         leaves = argument_leaves(args, kwargs)
-        structure = jax.tree.structure((args, kwargs))
+        values = [x.value for x in leaves]
         places = current().places or (None,) * len(leaves)
-        arrays = [n for n, x in enumerate(leaves) if x.key not in self._static]
-        values = [leaves[n].value for n in arrays]
-        donated = [leaves[n].key in self._donated for n in arrays]
-
-        def step(*values: PyTree) -> PyTree:
-            new = dict(zip(arrays, values, strict=True))
-            flat = [new.get(n, x.value) for n, x in enumerate(leaves)]
-            # Tracers of automatic axes have no sharding: an update inside reads it from
-            # the context.
-            with (
-                within(places=()),
-                known_shardings(values, [places[n] for n in arrays]),
-            ):
-                args, kwargs = jax.tree.unflatten(structure, flat)
-                return self._step(*args, **kwargs)
-
-        step = jax.jit(step, inline=True)
-        results = step(*keep_unread(step.trace(*values).jaxpr, values, donated))
-        if not any(donated):
+        if is_donating := any(x.key in self._donated for x in leaves):
+            # A donated buffer that nothing reads stays in the program by a barrier,
+            # which XLA removes. With `keep_unused` jax 0.11.2 to 0.12.0.1 keep the
+            # program for ever, and all that it closes over.
+            arrays = [n for n, x in enumerate(leaves) if x.key not in self._static]
+            kept = lax.optimization_barrier([values[n] for n in arrays])
+            for n, x in zip(arrays, kept, strict=True):
+                values[n] = x
+        # Tracers of automatic axes have no sharding: an update reads it from the
+        # context.
+        with within(places=()), known_shardings(values, places):
+            structure = jax.tree.structure((args, kwargs))
+            new_args, new_kwargs = jax.tree.unflatten(structure, values)
+            results = self._step(*new_args, **new_kwargs)
+        if not is_donating:
             return results
         places_of = lambda key: [
             place for place, x in zip(places, leaves, strict=True) if x.key == key

@@ -47,13 +47,12 @@ class Jit:
         if options and self.fails:
             raise jax.errors.JaxRuntimeError(f"{self.fails}\nmore")
         self.compiled.append(options)
-        lowered = types.SimpleNamespace(compile=lambda: options)
-        return types.SimpleNamespace(options=options, lower=lambda: lowered)
+        return types.SimpleNamespace(options=options), options
 
 
 def options_of(jit, device):
     """The options of the program, which are those of the function that calls it."""
-    jitted, program = compile_overlapping(jit, (), {}, device)
+    jitted, program = compile_overlapping(jit, device)
     assert jitted.options is program
     return program
 
