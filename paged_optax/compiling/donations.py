@@ -113,13 +113,14 @@ def placed_types(leaves: Iterable[Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _type_before(
+def _host_type(
     leaf: Leaf, types: Mapping[str, jax.ShapeDtypeStruct]
 ) -> jax.ShapeDtypeStruct | None:
+    """The type that a leaf of this shape had in host memory, if it was there."""
     before, now = types.get(leaf.name), jax.typeof(leaf.value)
-    if before is None or (before.shape, before.dtype) != (now.shape, now.dtype):
+    if before is None or not on_host(before):
         return None
-    return before
+    return before if (before.shape, before.dtype) == (now.shape, now.dtype) else None
 
 
 def check_not_moved(
@@ -127,8 +128,7 @@ def check_not_moved(
 ) -> None:
     """Raises if an array in device memory belongs in host memory."""
     for leaf in leaves:
-        before = _type_before(leaf, types)
-        has_left = before is not None and on_host(before) and not on_host(leaf.value)
+        has_left = not on_host(leaf.value) and _host_type(leaf, types) is not None
         if has_left or is_mistyped(leaf.value):
             raise ValueError(
                 f"{leaf.name} belongs in host memory, and has the type of device memory"
@@ -199,10 +199,10 @@ def commit_donated(
     donated: Chosen,
     types: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """The arguments, with donated arrays committed to where they were before.
+    """The arguments, with donated arrays committed to the devices of the others.
 
-    Or to the devices of the others, as a step's results are: `jax.jit` would compile
-    for these, and again for them. `types` has the earlier arguments'.
+    A step's results are: `jax.jit` would compile for these, and again for them. `types`
+    has those of the first arguments, and moments go where they were.
     """
     # A dict of positions and names has no order, and so is no pytree.
     if all(map(is_placed, jax.tree.leaves([*donated.select(args, kwargs).values()]))):
@@ -217,7 +217,7 @@ def commit_donated(
         x = leaf.value
         if leaf.key not in donated or is_placed(x):
             return x
-        before = _type_before(leaf, types)
+        before = _host_type(leaf, types)
         place = sharding if before is None else before.sharding
         if place is None:
             return x
