@@ -47,13 +47,12 @@ class Chosen(NamedTuple):
         either = Parameter.POSITIONAL_OR_KEYWORD
         known = [x for x in parameters if x.kind in (Parameter.POSITIONAL_ONLY, either)]
         listed = (positions,) if isinstance(positions, int) else positions
-        chosen = {i + len(known) if -len(known) <= i < 0 else i for i in listed}
         by_name = {names} if isinstance(names, str) else {*names}
-        for i, x in enumerate(known):
-            if i in chosen and x.kind is either:
-                by_name.add(x.name)
-            if x.name in by_name:
-                chosen.add(i)
+        chosen = {i + len(known) if -len(known) <= i < 0 else i for i in listed}
+        chosen |= {i for i, x in enumerate(known) if x.name in by_name}
+        by_name |= {
+            x.name for i, x in enumerate(known) if i in chosen and x.kind is either
+        }
         return cls(tuple(sorted(chosen)), tuple(sorted(by_name)))
 
     def __contains__(self, key: object) -> bool:
@@ -239,11 +238,9 @@ def check_donations(
     """Raises unless the compiled program reuses every donated buffer."""
     if not any(donated):
         return
-    kinds = [
-        # A sharding without a memory kind is of the device's own memory.
-        sharding.memory_kind or memory_kinds()[0]
-        for sharding in jax.tree.leaves(compiled.output_shardings)
-    ]
+    # A sharding without a memory kind is of the device's own memory.
+    outputs = jax.tree.leaves(compiled.output_shardings)
+    kinds = [sharding.memory_kind or memory_kinds()[0] for sharding in outputs]
     reused = {n: kinds[out] for n, out in aliases(compiled.as_text() or "").items()}
     # None for an argument that nothing uses: JAX leaves it out of the program.
     places = compiled.in_tree.flatten_up_to(compiled.input_shardings)
@@ -283,12 +280,8 @@ def aliases(hlo: str) -> dict[int, int]:
 def note_donated(error: BaseException, donated: Mapping[ArgumentKey, PyTree]) -> None:
     """Notes on a step's error whether its donated arguments are intact."""
     is_gone = lambda x: isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
-    gone = [
-        f"argument {key}"
-        for key, x in donated.items()
-        if any(map(is_gone, jax.tree.leaves(x)))
-    ]
-    if gone:
+    any_gone = lambda tree: any(map(is_gone, jax.tree.leaves(tree)))
+    if gone := [f"argument {key}" for key, x in donated.items() if any_gone(x)]:
         error.add_note(
             f"Donated and gone: {', '.join(gone)}. Donated arguments are consumed even"
             " if the step fails: restore the last checkpoint."

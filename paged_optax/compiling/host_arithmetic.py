@@ -50,7 +50,7 @@ def _equations(
     Compilation for a platform leaves one branch of `platform_dependent`.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    # A function that is called often has one jaxpr.
+    # Each function once, however often it is called.
     if id(jaxpr) in visited:
         return
     visited.add(id(jaxpr))
