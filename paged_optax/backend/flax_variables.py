@@ -9,7 +9,7 @@ Checked with Flax 0.12.8 and 0.12.12.
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import optax
@@ -21,6 +21,8 @@ from paged_optax.backend.types import ArrayOrShape, KeyPath, is_traced
 
 if TYPE_CHECKING:
     from flax import nnx
+
+    Variable: TypeAlias = nnx.Variable[ArrayOrShape]
 
 
 def as_pure(tree: PyTree) -> PyTree:
@@ -78,7 +80,20 @@ def optimizer_shardings(tree: PyTree) -> list[NamedSharding | None]:
     of the parameter's variable, which may differ from the parameter's sharding
     (ZeRO-1).
     """
-    return _each(tree, _optimizer_sharding)
+
+    def read(variable: "Variable", array: ArrayOrShape) -> NamedSharding | None:
+        names = variable.get_metadata("optimizer_sharding", None)
+        if not names or not variable.get_metadata("eager_sharding", True):
+            return None  # Flax divides nothing itself
+        if (sharding := _sharding(variable, array, names)) is None:
+            raise ValueError(
+                f"optimizer_sharding={names!r} divides the moments of a parameter of"
+                f" shape {array.shape}, and there is no mesh around with these axes:"
+                " enter jax.set_mesh(mesh)."
+            )
+        return sharding
+
+    return _each(tree, read)
 
 
 def parameter_shardings(tree: PyTree) -> list[NamedSharding | None]:
@@ -88,12 +103,19 @@ def parameter_shardings(tree: PyTree) -> list[NamedSharding | None]:
     that is created in a `jax.jit`. None without it, or if the array itself has a
     sharding.
     """
-    return _each(tree, _parameter_sharding)
+
+    def read(variable: "Variable", array: ArrayOrShape) -> NamedSharding | None:
+        names = variable.get_metadata("out_sharding", None)
+        if not names or not is_traced(array):
+            return None
+        sharding = _sharding(variable, array, names)
+        return sharding if sharding and len(sharding.spec) <= array.ndim else None
+
+    return _each(tree, read)
 
 
 def _each(
-    tree: PyTree,
-    read: Callable[["nnx.Variable[ArrayOrShape]", ArrayOrShape], NamedSharding | None],
+    tree: PyTree, read: Callable[["Variable", ArrayOrShape], NamedSharding | None]
 ) -> list[NamedSharding | None]:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -106,35 +128,8 @@ def _each(
     ]
 
 
-def _parameter_sharding(
-    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
-) -> NamedSharding | None:
-    names = variable.get_metadata("out_sharding", None)
-    if not names or not is_traced(array):
-        return None
-    sharding = _sharding(variable, array, names)
-    fits = sharding is not None and len(sharding.spec) <= len(array.shape)
-    return sharding if fits else None
-
-
-def _optimizer_sharding(
-    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
-) -> NamedSharding | None:
-    names = variable.get_metadata("optimizer_sharding", None)
-    if not names or not variable.get_metadata("eager_sharding", True):
-        return None  # Flax divides nothing itself
-    sharding = _sharding(variable, array, names)
-    if sharding is None:
-        raise ValueError(
-            f"optimizer_sharding={names!r} divides the moments of a parameter of shape"
-            f" {array.shape}, and there is no mesh around with these axes: enter"
-            " jax.set_mesh(mesh)."
-        )
-    return sharding
-
-
 def _sharding(
-    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape, names: object
+    variable: "Variable", array: ArrayOrShape, names: object
 ) -> NamedSharding | None:
     """Returns the sharding in a variable's metadata, or None without a mesh for it."""
     rules = variable.get_metadata("sharding_rules", None)
@@ -150,9 +145,7 @@ def _sharding(
     return None
 
 
-def _meshes(
-    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
-) -> Iterator[Mesh | AbstractMesh]:
+def _meshes(variable: "Variable", array: ArrayOrShape) -> Iterator[Mesh | AbstractMesh]:
     """Yields candidate meshes of a variable's sharding, concrete ones first."""
     if (mesh := variable.get_metadata("mesh", None)) is not None:
         yield mesh
@@ -176,7 +169,7 @@ def fixed_variables(state: PyTree) -> PyTree:
         names = filter(x.has_metadata, ("out_sharding", "optimizer_sharding"))
         specs = {name: x.get_metadata(name) for name in names}
 
-        def copied(value: ArrayOrShape) -> "nnx.Variable[ArrayOrShape]":
+        def copied(value: ArrayOrShape) -> "Variable":
             # `nnx.eval_shape` refuses metadata with more axes than the array has, such
             # as a codec's scales.
             rank = lambda spec: len(getattr(spec, "spec", spec) or ())

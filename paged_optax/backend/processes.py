@@ -6,10 +6,9 @@ block the devices if one process never calls it, and cannot run while a `jax.jit
 traced.
 """
 
+import hashlib
 import itertools
 import json
-import time
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ Values = Mapping[str, Mapping[str, str]]
 # The number of this comparison, equal in all processes.
 _numbers = itertools.count()
 # Values compared before: one process alone may repeat a trace.
-_agreed: set[bytes] = set()
+_agreed: set[str] = set()
 
 
 def store_of_processes() -> Any:
@@ -40,14 +39,14 @@ def store_of_processes() -> Any:
 
 def spans_processes(tree: PyTree) -> bool:
     """Returns whether any array of a tree is on devices of several processes."""
-    return jax.process_count() > 1 and any(map(_spans, jax.tree.leaves(tree)))
 
+    def spans(x: object) -> bool:
+        if isinstance(x, Array) and not is_traced(x):
+            return not x.is_fully_addressable
+        mesh = jax.typeof(x).sharding.mesh
+        return not mesh.empty and mesh.size > jax.local_device_count()
 
-def _spans(x: object) -> bool:
-    if isinstance(x, Array) and not is_traced(x):
-        return not x.is_fully_addressable
-    mesh = jax.typeof(x).sharding.mesh
-    return not mesh.empty and mesh.size > jax.local_device_count()
+    return jax.process_count() > 1 and any(map(spans, jax.tree.leaves(tree)))
 
 
 def compare(call: str, values: Values, once: bool = True) -> None:
@@ -57,7 +56,7 @@ def compare(call: str, values: Values, once: bool = True) -> None:
     that were compared before are skipped.
     """
     flat = {name + path: x for name, xs in values.items() for path, x in xs.items()}
-    local = zlib.compress(json.dumps({"the call": call, **flat}).encode())
+    local = json.dumps({"the call": call, **flat})
     store = store_of_processes()
     if store is None or (once and local in _agreed):
         return
@@ -66,62 +65,42 @@ def compare(call: str, values: Values, once: bool = True) -> None:
     _agreed.add(local)
 
 
-def _error(store: Any, key: str, local: bytes) -> str:
-    """Process 0 publishes its values, collects differences, and publishes the first."""
-    write = lambda name, value: store.key_value_set_bytes(f"{key}/{name}", b"=" + value)
-    deadline, process = time.monotonic() + PATIENCE, jax.process_index()
-    if process == 0:
-        write("0", local)
-        errors = [
-            _missing(other) if x is None else x.decode()
-            for other in range(1, jax.process_count())
-            for x in [_read(store, f"{key}/{other}", deadline)]
-        ]
-        error = next(filter(None, errors), "")
-        write("all", error.encode())
-        return error
-    first = _read(store, f"{key}/0", deadline)
-    if first is None:
-        return _missing(0)
-    write(str(process), _difference(first, local, process).encode())
-    # Process 0 may wait as long for another process.
-    error = _read(store, f"{key}/all", deadline + PATIENCE)
-    return _missing(0) if error is None else error.decode()
+def _error(store: Any, key: str, local: str) -> str:
+    """Compares fingerprints, and reads values only if these differ."""
+    process, fingerprint = jax.process_index(), hashlib.sha256(local.encode())
+    store.key_value_set(f"{key}/values/{process}", local)
+    store.key_value_set(f"{key}/fingerprints/{process}", fingerprint.hexdigest())
+    late = ""
+    try:
+        store.wait_at_barrier(key, int(1000 * PATIENCE))
+    except jax.errors.JaxRuntimeError as error:
+        late = str(error)
+    entries = store.key_value_dir_get(f"{key}/fingerprints")
+    found = {name.rpartition("/")[2]: value for name, value in entries}
+    for i in range(jax.process_count()):
+        if str(i) not in found:
+            return (
+                f"process {i} has not come to it within {PATIENCE:.0f} seconds. All"
+                " processes make the same calls, in the same order."
+            )
+        if found[str(i)] != found["0"]:
+            read = lambda i: json.loads(
+                store.blocking_key_value_get(f"{key}/values/{i}", int(1000 * PATIENCE))
+            )
+            return _difference(read(0), read(i), i)
+    return late
 
 
-def _read(store: Any, key: str, deadline: float) -> bytes | None:
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            # Python handles interrupts between short waits.
-            milliseconds = max(1, int(1000 * min(left, 1.0)))
-            return store.blocking_key_value_get_bytes(key, milliseconds)[1:]
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-    return None
-
-
-def _missing(process: int) -> str:
-    return (
-        f"process {process} has not come to it within {PATIENCE:.0f} seconds. All"
-        " processes make the same calls, in the same order."
-    )
-
-
-def _difference(first: bytes, local: bytes, process: int) -> str:
-    one, other = (json.loads(zlib.decompress(x)) for x in (first, local))
+def _difference(one: dict[str, str], other: dict[str, str], process: int) -> str:
     lines = [
         f"{name} is {one.get(name, 'absent')} in process 0,"
         f" {other.get(name, 'absent')} in process {process}"
         for name in one | other
         if one.get(name) != other.get(name)
     ]
-    if not lines:
-        return ""
     more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
-    where = "; ".join(lines[:3])
     return (
-        f"processes were given different things: {where}{more}. They would compile"
-        " other programs, and wait for each other forever: build the same in every"
-        " process."
+        f"processes were given different things: {'; '.join(lines[:3])}{more}. They"
+        " would compile other programs, and wait for each other forever: build the same"
+        " in every process."
     )

@@ -1,5 +1,6 @@
 """What processes say to each other, played by threads. Real ones: test_processes.py."""
 
+import collections
 import threading
 
 import jax
@@ -13,21 +14,27 @@ from paged_optax.backend import processes
 class Store:
     """A coordinator's values, for threads."""
 
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
+    def __init__(self, count):
+        self.values, self.count, self.waiting = {}, count, threading.Condition()
+        self.arrived = collections.Counter()
 
-    def key_value_set_bytes(self, key, value):
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
+    def key_value_set(self, key, value):
+        self.values[key] = value
 
-    def blocking_key_value_get_bytes(self, key, timeout_in_ms):
-        with self.changed:
-            if not self.changed.wait_for(
-                lambda: key in self.values, 1e-3 * timeout_in_ms
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        return self.values[key]
+
+    def key_value_dir_get(self, key):
+        return [x for x in self.values.items() if x[0].startswith(f"{key}/")]
+
+    def wait_at_barrier(self, key, timeout_in_ms):
+        with self.waiting:
+            self.arrived[key] += 1
+            self.waiting.notify_all()
+            if not self.waiting.wait_for(
+                lambda: self.arrived[key] == self.count, 1e-3 * timeout_in_ms
             ):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue()")
-            return self.values[key]
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def everywhere(monkeypatch):
             here.said = (*getattr(here, "said", ()), said)
 
     def call(*functions):
-        store, errors = Store(), [None] * len(functions)
+        store, errors = Store(len(functions)), [None] * len(functions)
         monkeypatch.setattr(processes, "store_of_processes", lambda: store)
         monkeypatch.setattr(jax, "process_count", lambda: len(functions))
 
@@ -135,7 +142,7 @@ def test_once(everywhere):
 
     errors, store = everywhere(repeated, says(a=1))
     assert errors == [None, None]
-    assert len(store.values) == 3
+    assert len(store.arrived) == 1
 
 
 def test_one_process_compares_nothing(monkeypatch):
@@ -154,5 +161,10 @@ def test_the_coordinator_is_where_jax_has_it():
 
     assert hasattr(distributed.global_state, "client")
     client = jax._src.lib._jax.DistributedRuntimeClient
-    for name in ("key_value_set_bytes", "blocking_key_value_get_bytes"):
+    for name in (
+        "key_value_set",
+        "key_value_dir_get",
+        "blocking_key_value_get",
+        "wait_at_barrier",
+    ):
         assert callable(getattr(client, name))
