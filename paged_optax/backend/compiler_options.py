@@ -14,7 +14,6 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -33,14 +32,15 @@ def compute_capability(device: Any) -> float | None:
 _HOPPER = 9
 _SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 #: Disables CUDA graphs. The program's memory is the same.
-NO_GRAPHS: Mapping[str, Any] = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
+NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
 
 #: Enables the scheduler, and lifts the memory limit of scheduling and
 #: rematerialization, which counts arrays on the host. `jit_step` checks the compiled
 #: program's memory.
-SCHEDULED: Mapping[str, Any] = MappingProxyType(
-    {_SCHEDULER: True, "xla_gpu_memory_limit_slop_factor": 1000}
-)
+SCHEDULED: Mapping[str, Any] = {
+    _SCHEDULER: True,
+    "xla_gpu_memory_limit_slop_factor": 1000,
+}
 
 #: Beginnings of the warnings, for filters.
 NO_OVERLAP = "XLA overlaps transfers with products on this GPU only if it is told to"

@@ -60,28 +60,10 @@ def barrier(values: Tree) -> Tree:
     return structure.unflatten(leaves)
 
 
-def on_cpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
-    """Applies a function on a CPU; elsewhere the identity."""
-    return lax.platform_dependent(values, cpu=function, default=_same)
-
-
-def on_tpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
-    """Applies a function on a TPU; elsewhere the identity."""
-    return lax.platform_dependent(values, tpu=function, default=_same)
-
-
-def except_on_cpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
-    """Applies a function on accelerators; on a CPU the identity."""
-    return lax.platform_dependent(values, cpu=_same, default=function)
-
-
-def except_on_gpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
-    """Applies a function on a CPU and a TPU; on a GPU the identity."""
-    return lax.platform_dependent(values, cpu=function, tpu=function, default=_same)
-
-
-def _same(values: Tree) -> Tree:
-    return values
+def on_platforms(names: str, function: Callable[[Tree], Tree], values: Tree) -> Tree:
+    """Applies a function on the platforms named; elsewhere the identity."""
+    branches = dict.fromkeys(names.split(), function)
+    return lax.platform_dependent(values, **branches, default=lambda values: values)
 
 
 def unfused_on_cpu(compute: Callable[[], Tree]) -> Callable[[], Tree]:

@@ -16,6 +16,8 @@ import functools
 import math
 from typing import Literal
 
+from paged_optax.backend.types import Shape
+
 LANES = 128
 SUBLANES = 8
 
@@ -23,7 +25,7 @@ AxisRole = Literal["lanes", "sublanes", "major"]
 
 
 @functools.cache
-def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]:
+def minor_to_major(shape: Shape, itemsize: int = 4) -> tuple[int, ...]:
     """Returns the axes of an array in XLA:TPU's layout, from minor to major.
 
     The lanes' axis is first, then the sublanes' axis, then the others from the last on.
@@ -45,7 +47,7 @@ def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]
 
 
 def tiled_bytes(
-    shape: tuple[int, ...], itemsize: int, order: tuple[int, ...] | None = None
+    shape: Shape, itemsize: int, order: tuple[int, ...] | None = None
 ) -> int:
     """Returns the bytes of an array in XLA:TPU's layout, padding included.
 
@@ -63,9 +65,7 @@ def tiled_bytes(
     return itemsize * tiles * math.prod(remaining)
 
 
-def view_layout(
-    shape: tuple[int, ...], axes: int, itemsize: int = 4
-) -> tuple[int, ...] | None:
+def view_layout(shape: Shape, axes: int, itemsize: int = 4) -> tuple[int, ...] | None:
     """Returns the layout of an array with its first axes collapsed to `axes` axes.
 
     None if the view is no bitcast: the collapsed axes are not adjacent in memory, or
@@ -93,7 +93,7 @@ def role(order: tuple[int, ...], axis: int) -> AxisRole:
 
 
 def can_slice(
-    view: tuple[int, ...], order: tuple[int, ...], axis: int, size: int, itemsize: int
+    view: Shape, order: tuple[int, ...], axis: int, size: int, itemsize: int
 ) -> bool:
     """Returns whether XLA:TPU reads and writes slices of an array in host memory.
 

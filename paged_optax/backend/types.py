@@ -30,6 +30,9 @@ from jaxtyping import PyTree
 #: An array, a NumPy scalar, or a description of one.
 ArrayOrShape = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
+#: The shape of an array.
+Shape = tuple[int, ...]
+
 #: JAX's key path. Its keys have no common type.
 KeyPath = tuple[Any, ...]
 

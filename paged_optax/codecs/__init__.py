@@ -12,18 +12,10 @@ from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
 from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3
-from paged_optax.codecs.identity import (
-    codec_fields,
-    codes_field,
-    is_codes_field,
-    of_one_part,
-    quantized_as,
-)
 from paged_optax.codecs.layout import (
     Arranged,
     arranged,
     axis_of_blocks,
-    codes_per_word,
     get_codes,
     unarranged,
     values_per_entry,
@@ -40,15 +32,9 @@ __all__ = [
     "Quantized",
     "axis_of_blocks",
     "arranged",
-    "codes_field",
     "get_codes",
     "draw",
-    "codec_fields",
-    "is_codes_field",
     "named",
-    "of_one_part",
-    "codes_per_word",
-    "quantized_as",
     "unarranged",
     "values_per_entry",
 ]

@@ -85,9 +85,7 @@ class DynamicInt4:
     ) -> Float32[Array, "*shape"]:
         """Returns a page in float32."""
         codes = to_blocks(stored.codes, self.block).astype(jnp.int32)
-        numbers = lookup(
-            codes, int4_map(self.signed).view(np.int32).tolist(), jnp.int32
-        )
+        numbers = lookup(codes, int4_map(self.signed).view(np.int32).tolist())
         return from_blocks(from_bits(numbers) * stored.scales[:, None], shape)
 
 

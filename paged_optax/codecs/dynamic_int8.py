@@ -13,7 +13,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Float32, Int32
 
 from paged_optax.codecs.codec import Noise, Quantized, quantized_types
 from paged_optax.codecs.map_formula import (
@@ -171,7 +171,11 @@ class DynamicInt8:
         self, stored: Quantized, shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Returns a page in float32."""
-        numbers = _number(to_blocks(stored.codes, self.block), self.signed)
+        numbers = lax.platform_dependent(
+            to_blocks(stored.codes, self.block).astype(jnp.int32),
+            tpu=functools.partial(number_by_lines, _formula(self.signed), self.signed),
+            default=functools.partial(entry_of, dynamic_map(self.signed)),
+        )
         return from_blocks(numbers * stored.scales[:, None], shape)
 
 
@@ -239,11 +243,3 @@ def _nearest(
     else:
         code = jnp.where(negative, 0, index - 1)
     return jnp.where(jnp.isnan(scaled), 0, code)
-
-
-def _number(code: UInt8[Array, "*shape"], signed: bool) -> Float32[Array, "*shape"]:
-    return lax.platform_dependent(
-        code.astype(jnp.int32),
-        tpu=functools.partial(number_by_lines, _formula(signed), signed),
-        default=functools.partial(entry_of, dynamic_map(signed)),
-    )

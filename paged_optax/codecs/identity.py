@@ -21,13 +21,12 @@ from collections.abc import Callable
 import jax
 from jaxtyping import PyTree
 
+from paged_optax.backend.types import Shape
 from paged_optax.codecs.codec import Codec, Quantized
 from paged_optax.codecs.layout import axis_of_blocks, get_codes, values_per_entry
 
 
-def codes_field(
-    codec: Codec, shape: tuple[int, ...], divisions: tuple[int, ...] = ()
-) -> str:
+def codes_field(codec: Codec, shape: Shape, divisions: tuple[int, ...] = ()) -> str:
     """Returns the name of the field of codes, of a moment or of a device's shard.
 
     `divisions` has the number of shards along each axis, and is empty for one.

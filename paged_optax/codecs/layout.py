@@ -19,7 +19,8 @@ from jax import Array, lax
 from jaxtyping import Float32, PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.platforms import on_tpu
+from paged_optax.backend.platforms import on_platforms
+from paged_optax.backend.types import Shape
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.packing import pack, unpack
 
@@ -62,7 +63,7 @@ class Arranged:
     def __repr__(self) -> str:
         return repr(self.codec)
 
-    def stored(self, shape: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
+    def stored(self, shape: Shape) -> PyTree[jax.ShapeDtypeStruct]:
         """Returns the shapes and dtypes of the rearranged codes and scales."""
         plain = self.codec.stored(shape)
         entries, dtype = list(get_codes(plain).shape), get_codes(plain).dtype
@@ -95,9 +96,7 @@ class Arranged:
         arranged = self.arrange(self.codec.encode(self._transposed(page), noise), shape)
         return _reshaped(arranged, self.stored(page_shape))
 
-    def decode(
-        self, stored: PyTree[Array], shape: tuple[int, ...]
-    ) -> Float32[Array, "*shape"]:
+    def decode(self, stored: PyTree[Array], shape: Shape) -> Float32[Array, "*shape"]:
         """Returns a page in float32."""
         page_shape, shape = shape, _without_units(shape)
         stored = _reshaped(stored, self.stored(shape))
@@ -111,7 +110,7 @@ class Arranged:
         """Swaps the last two axes if blocks run along columns."""
         return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
 
-    def arrange(self, encoded: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
+    def arrange(self, encoded: PyTree[Array], shape: Shape) -> PyTree[Array]:
         """Rearranges the codes and scales of a moment of this shape.
 
         If blocks run along columns, these are of the transposed moment.
@@ -130,7 +129,7 @@ class Arranged:
         scales = self._transposed(encoded.scales.reshape(transposed))
         return Quantized(codes, lax.bitcast_convert_type(scales, like.scales.dtype))
 
-    def plain(self, stored: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
+    def plain(self, stored: PyTree[Array], shape: Shape) -> PyTree[Array]:
         """Undoes `arrange`."""
         like, codes = self.codec.stored(shape), get_codes(stored)
         if self.axis is not None:
@@ -145,7 +144,7 @@ class Arranged:
         return Quantized(codes, self._transposed(scales).reshape(-1))
 
 
-def _without_units(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_units(shape: Shape) -> Shape:
     """Returns the shape without axes of one entry, but with two axes at least."""
     if len(shape) < 3:
         return shape
@@ -159,12 +158,10 @@ def _reshaped(tree: PyTree[Array], like: PyTree[jax.ShapeDtypeStruct]) -> PyTree
     # XLA:TPU puts an axis of one entry in the sublanes and compiles for 6 s instead of
     # 1.5 ((1, 197, 1024) in float8, libtpu 0.0.52), unless a barrier follows the
     # reshape.
-    return on_tpu(lax.optimization_barrier, tree)
+    return on_platforms("tpu", lax.optimization_barrier, tree)
 
 
-def arranged(
-    codec: Codec, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
-) -> Codec:
+def arranged(codec: Codec, shape: Shape, whole: Shape | None = None) -> Codec:
     """Returns the codec as it stores a moment, or a shard, of this shape.
 
     Vectors are sliced into pages at any value, and have one byte a code. A shard is
@@ -199,7 +196,7 @@ def arranged(
     return Arranged(codec, words, blocks, codec.block, codec.signed, codec.draws, seed)
 
 
-def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
+def _axis_of_words(shape: Shape, packed: int) -> int | None:
     # XLA:TPU copies a whole array of bytes in host memory to the device and back for
     # each page (libtpu 0.0.52); 32-bit words it slices like float32. Words along the
     # sublanes have the moment's layout, and unpacking moves nothing across lanes. Only
@@ -211,13 +208,13 @@ def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
     return None if shape[other] % packed else other
 
 
-def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
+def _in_words(shape: Shape, axis: int, packed: int) -> bool:
     # With padding in each layer of a stack, the layers' rows could not be collapsed.
     one_layer = axis == -1 or math.prod(shape[:-2]) == 1
     return not shape[axis] % packed or (one_layer and shape[axis] >= _LEAST_FILLED)
 
 
-def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
+def _axis_of_blocks(shape: Shape, block: int) -> int | None:
     rows, columns = shape[-2:]
     if not columns % block:
         return -1
@@ -229,7 +226,7 @@ def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
 
 
 def unarranged(
-    codec: Codec, stored: PyTree[Array], shape: tuple[int, ...] | None = None
+    codec: Codec, stored: PyTree[Array], shape: Shape | None = None
 ) -> PyTree[Array]:
     """Returns codes and scales as the codec itself stores them.
 
@@ -269,7 +266,7 @@ def unarranged(
     return codec.plain(stored, shape) if isinstance(codec, Arranged) else stored
 
 
-def _unpacked(shape: tuple[int, ...], packed: int) -> Iterator[tuple[int, ...]]:
+def _unpacked(shape: Shape, packed: int) -> Iterator[Shape]:
     if len(shape) < 2:
         return
     for missing in range(packed):
@@ -282,16 +279,12 @@ def axis_of_blocks(codec: Codec | None) -> int | None:
     return codec.blocks if isinstance(codec, Arranged) else None
 
 
-def codes_per_word(codec: Codec | None, axis: int) -> int:
-    """Returns the number of codes in a word along an axis, -1 or -2."""
-    if isinstance(codec, Arranged) and codec.axis == axis:
-        return codec.packed
-    return 1
-
-
-def values_per_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+def values_per_entry(codec: Codec | None, shape: Shape) -> tuple[int, ...]:
     """Returns the number of values in an entry of the codes, for each axis."""
-    return tuple(codes_per_word(codec, axis) for axis in range(-len(shape), 0))
+    packed = [1] * len(shape)
+    if isinstance(codec, Arranged) and codec.axis is not None:
+        packed[codec.axis] = codec.packed
+    return tuple(packed)
 
 
 def get_codes(stored: PyTree) -> PyTree:

@@ -42,7 +42,7 @@ class DecadeLines(NamedTuple):
 
     def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """Returns an entry's correction, in units of the last place."""
-        word = lookup(entry >> np.int32(4), self.words, jnp.int32)
+        word = lookup(entry >> np.int32(4), self.words)
         two_bits = (word >> ((entry & np.int32(15)) * 2)) & np.int32(3)
         return two_bits * self.unit + self.least
 
@@ -222,14 +222,10 @@ def _lines(
 ) -> DecadeLines:
     """Returns lines whose corrections fit two bits an entry.
 
-    Args:
-      entries: The entries of each decade.
-      multiples: The multiples of the decade's factor at each.
-      factors: The factors of the exact formula.
-      wanted: The integer at each entry.
-      scale: Its units for one unit in the last place of the line.
-      unit: Its units for one step of the two bits.
-      least: The correction where the two bits are 0.
+    For each decade there are its entries, the multiples of its factor at each, and the
+    factor of the exact formula. `wanted` has the integer at each entry, in `scale`
+    units for one in the last place of the line. The two bits count `unit`s from the
+    correction `least`.
     """
     fitted, steps = [], np.zeros(wanted.size - 1, np.int64)
     for entry, multiple, factor in zip(entries, multiples, factors, strict=True):

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import BFloat16, Float32, Int32, Shaped
 
 from paged_optax.backend.tiling import LANES, SUBLANES, minor_to_major, role
+from paged_optax.backend.types import Shape
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 SMALLEST_NORMAL = np.int32(0x00800000)
@@ -40,7 +41,7 @@ def to_blocks(x: Shaped[Array, "*shape"], block: int) -> Shaped[Array, "blocks b
 
 
 def from_blocks(
-    x: Shaped[Array, "blocks block"], shape: tuple[int, ...]
+    x: Shaped[Array, "blocks block"], shape: Shape
 ) -> Shaped[Array, "*shape"]:
     """Undoes `to_blocks`."""
     size = math.prod(shape)
@@ -64,15 +65,13 @@ def divide(
     return x / jnp.where(jnp.isnan(x), x, y)
 
 
-def lookup(
-    index: Int32[Array, "*shape"], entries: Sequence[int | float], dtype: type
-) -> Array:
-    """Indexes a small table without a gather, which is sequential on a TPU.
+def lookup(index: Int32[Array, "*shape"], entries: Sequence[int]) -> Array:
+    """Indexes a small int32 table without a gather, which is sequential on a TPU.
 
     The table's size is a power of two; higher bits of an index are ignored.
     """
     # Each bit of the index halves the table.
-    rest: list[Array] = [jnp.asarray(entry, dtype) for entry in entries]
+    rest: list[Array] = [jnp.asarray(entry, jnp.int32) for entry in entries]
     bit = 1
     while len(rest) > 1:
         high = (index & np.int32(bit)) != 0
@@ -168,7 +167,7 @@ def unpack(
     return lax.slice_in_dim(codes, 0, axis_size, axis=axis)
 
 
-def _in_sublanes(shape: tuple[int, ...], axis: int, packed: int) -> bool:
+def _in_sublanes(shape: Shape, axis: int, packed: int) -> bool:
     """Returns whether an axis of codes and words is in a TPU's sublanes."""
     words = (*shape[:axis], -(-shape[axis] // packed), *shape[axis + 1 :])
     return all(role(minor_to_major(x), axis) == "sublanes" for x in (shape, words))

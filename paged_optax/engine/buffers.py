@@ -16,8 +16,8 @@ from jax import Array, lax
 
 from paged_optax.backend import tiling
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.backend.types import ArrayOrShape
-from paged_optax.engine.pages import Index, Page, Pages
+from paged_optax.backend.types import ArrayOrShape, Shape
+from paged_optax.engine.pages import Index, Page, Pages, Ratios
 from paged_optax.engine.transfers import in_layout, to_device, to_host
 
 # Scales travel whole, before the first page and after the last, if a page has at least
@@ -32,15 +32,15 @@ class PagedBuffer:
     """One array of a leaf, read and written page by page."""
 
     pages: Pages
-    shape: tuple[int, ...]  # the array's own
+    shape: Shape  # the array's own
     dtype: Any  # The dtype of a JAX key is no np.dtype, and has no public type.
     on_host: bool
-    view: tuple[int, ...] | None  # pages are cut from it; None: each needs all of it
-    ratios: tuple[tuple[int, int], ...]  # by axis (a, b): a entries for b of the leaf
+    view: Shape | None  # pages are cut from it; None: each needs all of it
+    ratios: Ratios  # by axis (a, b): a entries for b of the leaf
     streamed: bool  # its pages come from host memory
     # The view of a streamed array whose first index is the loop's own variable, if
     # there is one; see `_by_unit`.
-    unit_view: tuple[int, ...] | None = None
+    unit_view: Shape | None = None
     stacked_leaves: int = 0  # leaves stacked on a new leading axis; 0: none
 
     @classmethod
@@ -49,7 +49,7 @@ class PagedBuffer:
         x: ArrayOrShape,
         pages: Pages,
         on_host: bool,
-        ratios: tuple[tuple[int, int], ...],
+        ratios: Ratios,
         *,
         are_scales: bool = False,
     ) -> "PagedBuffer":
@@ -68,7 +68,7 @@ class PagedBuffer:
         return cls(pages, x.shape, x.dtype, on_host, view, ratios, streamed, unit_view)
 
     @property
-    def opened(self) -> tuple[int, ...]:
+    def opened(self) -> Shape:
         """The shape that a loop holds."""
         if self.view is None or self.preloaded:
             return self.shape
@@ -125,28 +125,19 @@ class PagedBuffer:
     def slice_of(self, at: Page) -> tuple[list[Index], list[int]]:
         """Returns the starts and sizes of a page in the shape `opened`."""
         assert self.view is not None
-        starts: list[Index] = []
-        sizes: list[int] = []
-        page_shape = self.pages.page(at.size)
-        every = zip(self.pages.starts(at), self.ratios, strict=False)
-        for axis, (start, (a, b)) in enumerate(every):
-            if page_shape[axis] == self.pages.view[axis]:
-                starts.append(np.int32(0))
-                sizes.append(self.view[axis])
-                continue
-            if a != b:
-                # The start is a multiple of b; a product first might overflow.
-                start = lax.div(start, np.int32(b)) * a
-            starts.append(start)
-            sizes.append(-(-page_shape[axis] * a // b))
+        axis, (a, b) = self.pages.axis, self.ratios[self.pages.axis]
+        starts: list[Index] = [np.int32(0)] * len(self.view)
+        sizes = list(self.view)
+        # The start is a multiple of b; a product first might overflow.
+        starts[axis] = at.start if a == b else lax.div(at.start, np.int32(b)) * a
+        sizes[axis] = -(-at.size * a // b)
         if self.unit_view:
             _, *rest = self.unit_view
             values = math.prod(sizes)
             starts = [at.first_unit, *[np.int32(0)] * len(rest)]
             return starts, [values // math.prod(rest), *rest]
-        a, b = self.ratios[self.pages.axis]
         if self.streamed and self.pages.unit * a == b:
-            starts[self.pages.axis] = at.first_unit
+            starts[axis] = at.first_unit
         if self.stacked_leaves:
             return [np.int32(0), *starts], [self.stacked_leaves, *sizes]
         return starts, sizes
@@ -170,9 +161,7 @@ class PagedBuffer:
         return tiling.minor_to_major(view, itemsize) if order is None else order
 
 
-def _by_unit(
-    pages: Pages, view: Sequence[int], ratios: Sequence[tuple[int, int]]
-) -> tuple[int, ...] | None:
+def _by_unit(pages: Pages, view: Sequence[int], ratios: Ratios) -> Shape | None:
     """Returns the shape whose first axis counts units of the loop, or None.
 
     Entries of the view are joined, or one is split: if four rows share their codes,
@@ -192,11 +181,7 @@ def _by_unit(
 
 
 def _scales_sliceable(
-    shape: tuple[int, ...],
-    view: tuple[int, ...],
-    ratios: Sequence[tuple[int, int]],
-    pages: Pages,
-    sliceable: bool,
+    shape: Shape, view: Shape, ratios: Ratios, pages: Pages, sliceable: bool
 ) -> bool:
     """Returns whether scales are many enough to travel in pages, and can be sliced."""
     if math.prod(shape) * _SMALL_PART <= pages.entries:

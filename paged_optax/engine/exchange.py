@@ -2,16 +2,13 @@
 
 **Isolation.** A leaf is updated separately from all other computations. Otherwise XLA
 hoists the first pages of many leaves, or their only ones: 16 leaves of 64 MiB in one
-page each take 2176 MiB of scratch on H200 and v5e instead of 256. Two constructs
-isolate a leaf:
+page each take 2176 MiB of scratch on H200 and v5e instead of 256. Each leaf is updated
+as soon as its gradient is computed. Two constructs isolate it:
 
 - **A loop of one turn**, or of none if the leaf's gate is closed. No compiler can count
-  its turns. With no turn no byte moves. On a GPU each turn waits for the host.
+  its turns. On a GPU each turn waits for the host.
 - **A call that XLA:GPU does not inline**: the same bytes, and no wait. XLA fuses
   nothing in it outside of loops, so every page must be computed in a loop.
-
-Neither orders the leaves: each is updated as soon as its gradient is computed, and its
-gradient is freed then.
 
 **Exchange.** One page is written to the host while another is read: half of the arrays
 in one direction and half in the other, then each half in the other direction.
@@ -106,9 +103,8 @@ def exchange(
     """
     leaf_count = max(map(len, page.values()), default=1)
     items = [(p, leaf) for p in exchanged for leaf in range(leaf_count)]
-    retained = {(p, leaf): current[p][leaf] for p, leaf in items}
-    loaded = {(p, leaf): page[p][leaf] for p, leaf in items}
-    unwritten = {(p, leaf): results[p][leaf] for p, leaf in items}
+    by_item = lambda x: {(p, leaf): x[p][leaf] for p, leaf in items}
+    retained, loaded, unwritten = map(by_item, (current, page, results))
     on_device = {p: x for p, x in current.items() if p not in page and p in results}
 
     def fetch(item: _Item) -> Fetched:

@@ -6,16 +6,13 @@ Two schedules give the same numbers:
 - **Serial**: each page is read, computed and written before the next one. The link
   works in one direction at a time.
 - **Duplex** (`paged_optax.engine.exchange`): while a page is written, the next one is
-  read, half of the moments at a time: `mu` in while `nu` goes out, then `nu` in while
-  `mu` goes out. A leaf of n pages takes (n + 1) / n of the time of the slower
-  direction.
+  read, half of the moments at a time. A leaf of n pages takes (n + 1) / n of the time
+  of the slower direction.
 
 The last page has no successor to read. On a TPU a branch skips that read while the last
-page is written. On a GPU the last page is computed after the loop: the host
-computes a transfer's address only if it is linear in a loop's variable, and would wait
-for a branch (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308 gets
-even the next page's address wrong, and runs the serial schedule. A CPU has no
-link.
+page is written. On a GPU, which waits for a branch, the last page is computed after the
+loop. XLA:GPU before openxla/xla#46308 gets the next page's address wrong, and runs the
+serial schedule. A CPU has no link.
 """
 
 import dataclasses
@@ -31,25 +28,22 @@ from jax import Array, lax
 from jaxtyping import Int, UInt32
 
 from paged_optax.analysis.program import Program
-from paged_optax.backend.platforms import (
-    barrier,
-    except_on_cpu,
-    except_on_gpu,
-    on_cpu,
-    unfused_on_cpu,
-)
-from paged_optax.backend.types import varying, varying_axes
+from paged_optax.backend.memory import on_host
+from paged_optax.backend.platforms import barrier, on_platforms, unfused_on_cpu
+from paged_optax.backend.types import Shape, varying, varying_axes
 from paged_optax.codecs import Codec, Noise
 from paged_optax.codecs.codec import get_strides
 from paged_optax.engine.exchange import exchange, fenced, isolated
 from paged_optax.engine.page_cuts import in_tiles
 from paged_optax.engine.paged_array import (
+    Arrays,
     Buffers,
     Fetched,
     LeafBuffers,
     PagedArray,
     Stored,
     buffers_of,
+    typed,
 )
 from paged_optax.engine.pages import CODEC_PAGE, Index, MomentFormat, Page, Pages
 from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pieces
@@ -71,7 +65,7 @@ class LeafProgram(NamedTuple):
     overwrites: tuple[int, ...]  # for each result the array of its kind it replaces
     codecs: tuple[Codec | None, ...]  # of each array
     # Of each array as the program sees it, if leaves of several shapes travel whole.
-    shapes: tuple[tuple[int, ...], ...] = ()
+    shapes: tuple[Shape, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -282,7 +276,8 @@ class Loop:
         # v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
         inputs = range(self.leaf.program.inputs)
         page = page | self._fetch(at, current, [p for p in inputs if p not in page])
-        page = except_on_cpu(barrier, page)
+        same = lambda page: page
+        page = lax.platform_dependent(page, cpu=same, default=barrier)
         stored = [
             tuple(map(functools.partial(self.arrays[p].read, at), current[p], page[p]))
             for p in inputs
@@ -327,7 +322,7 @@ class Loop:
             else:
                 inputs += _by_pages(parts, array, array.as_stored(x[0], seen), False)
         if self.coded:
-            inputs = on_cpu(barrier, inputs)
+            inputs = on_platforms("cpu", barrier, inputs)
         merged = self.pages.page(at.size, leaf_count) if program.elementwise else None
         results = program(inputs, merged)
         if self.coded:
@@ -336,7 +331,7 @@ class Loop:
             # needs it too: (128256, 4096) in four bits took 34 MiB of scratch, not 2,
             # when the loop wrote the update as it computed the codes (libtpu 0.0.52).
             # On a GPU it would be one more kernel for a page.
-            results = except_on_gpu(barrier, results)
+            results = on_platforms("cpu tpu", barrier, results)
             coded = [self.arrays[p].codec is not None for p in overwrites]
             results = fenced(results, coded)
         encoded: list[LeafBuffers] = []
@@ -348,7 +343,7 @@ class Loop:
                 encoded.append((_by_pages(parts, array, result, True),))
         return encoded
 
-    def _codec_pages(self, array: PagedArray, shape: tuple[int, ...]) -> Pages | None:
+    def _codec_pages(self, array: PagedArray, shape: Shape) -> Pages | None:
         """Returns parts in which a TPU computes a codec on a leaf of one page, or None.
 
         XLA:TPU takes longer to compile larger arrays: Adafactor with a momentum of
@@ -362,34 +357,44 @@ class Loop:
         return pages if pages.count > 1 else None
 
 
-def filled(
-    program: Program,
-    pages: Pages,
-    sources: Sequence[tuple[PagedArray, Stored]],
-    target: PagedArray,
-    axes: frozenset[str],
-    random_bits: UInt32[Array, "2"] | None = None,
+def update_leaves(
+    leaves: Sequence[Arrays],
+    trip_count: Int[Array, ""] | None,
+    random_bits: Sequence[UInt32[Array, "2"] | None] | None,
     start: UInt32[Array, ""] | None = None,
-) -> Stored:
-    """Computes a new array page by page, which varies along `axes`."""
-    arrays = [*(array for array, _ in sources), target]
-    leaf = LeafProgram(program, (len(sources),), tuple([x.codec for x in arrays]))
-    buffers = [(array.open(x),) for array, x in sources]
-    empty = varying(target.empty(), axes)
-    loop = Loop(leaf, pages, arrays, [random_bits], start)
-    ((new,),) = loop([*buffers, (empty,)], None)
-    return target.close(new)
+    *,
+    leaf: LeafProgram,
+    pages: Pages,
+) -> list[Arrays]:
+    """Updates leaves that share pages; `start`: see `Loop`.
+
+    An array that is given as a `ShapedArray` is new: it is allocated in its memory.
+    """
+    arrays = [
+        PagedArray.create(x, pages, codec, on_host(x), len(leaves))
+        for x, codec in zip(leaves[0], leaf.codecs, strict=True)
+    ]
+    axes = varying_axes(leaves)
+    buffers = [
+        tuple([array.open(x, axes) for x in (xs if array.paged else xs[:1])])
+        for array, xs in zip(arrays, zip(*leaves, strict=True), strict=True)
+    ]
+    words = random_bits or (None,) * len(leaf.overwrites)
+    loop = Loop(leaf, pages, arrays, words, start, len(leaves))
+    new = dict(zip(loop.targets, loop(buffers, trip_count), strict=True))
+    return [
+        tuple([arrays[p].close(new[p][index]) for p in leaf.overwrites])
+        for index in range(len(leaves))
+    ]
 
 
 def _by_pages(pages: Pages, array: PagedArray, x: Stored, encode: bool) -> Buffers:
     """Encodes or decodes a moment on the device, page by page."""
-    assert array.codec is not None
+    codec = array.codec
+    assert codec is not None
     plain = jax.ShapeDtypeStruct(pages.leaf, jnp.float32)
-    stored = array.codec.stored(pages.leaf)
-    arrays = (
-        PagedArray.create(plain, pages, None, False),
-        PagedArray.create(stored, pages, array.codec, False),
-    )
-    source, target = arrays if encode else arrays[::-1]
-    same = Program(1, (), (0,), elementwise=True)
-    return buffers_of(filled(same, pages, [(source, x)], target, varying_axes(x)))
+    new = typed(codec.stored(pages.leaf) if encode else plain, host=False)
+    codecs = (None, codec) if encode else (codec, None)
+    leaf = LeafProgram(Program(1, (), (0,), elementwise=True), (1,), codecs)
+    ((result,),) = update_leaves([(x, new)], None, None, leaf=leaf, pages=pages)
+    return buffers_of(result)

@@ -15,22 +15,15 @@ import math
 from collections.abc import Iterator
 
 from paged_optax.backend import tiling
-from paged_optax.codecs import (
-    Codec,
-    axis_of_blocks,
-    codes_per_word,
-    get_codes,
-    values_per_entry,
-)
+from paged_optax.backend.types import Shape
+from paged_optax.codecs import Codec, axis_of_blocks, get_codes, values_per_entry
 from paged_optax.engine.pages import (
     CODEC_PAGE,
-    LEAST_PAGE,
     MOST_INDEX,
     TOO_LONG,
     MomentFormat,
     Pages,
-    page_entries,
-    page_size_in,
+    Ratios,
     single,
 )
 from paged_optax.engine.transfers import PIECES, pieces_of
@@ -38,13 +31,19 @@ from paged_optax.engine.transfers import PIECES, pieces_of
 #: The fewest pages of a leaf that travel both ways.
 FEWEST = 3
 
+# A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.loop`).
+# Each leaf has at most this many pages, unless they would exceed `page_size`, and none
+# of fewer bytes, because latency would dominate their transfers.
+_PAGES = 16
+LEAST_PAGE = 2**20
+
 # Scales of a moment that has at least this many travel in pages on a TPU too, even if
 # that makes pages larger.
 _MANY_SCALES = 2**18
 
 
 def in_rows(
-    shape: tuple[int, ...],
+    shape: Shape,
     moments: tuple[MomentFormat, ...],
     page_size: int,
     by_latency: bool = False,
@@ -59,36 +58,31 @@ def in_rows(
     itemsize = max([x.itemsize for x in moments])
     values = math.prod(shape)
     if any(x.on_host for x in moments):
-        choose = _fastest_page if by_latency else page_size_in
+        choose = _fastest_page if by_latency else _page_size_in
         page_size = choose(values * itemsize, page_size)
     if values * itemsize <= page_size:
         return single(shape)
     columns = shape[-1] if len(shape) > 1 else 1
-    units = [_unit_of_rows(x.codec, columns) for x in moments]
-    unit = math.lcm(*units)
-    rows = values // columns
-    view: tuple[int, ...] = (rows, columns) if len(shape) > 1 else shape
-    flat = [_unit_of_values(x.codec, shape) for x in moments]
+    view: Shape = (values // columns, columns) if len(shape) > 1 else shape
+    axis, units = 0, [smallest_unit(x, shape, view, 0) for x in moments]
+    flat = [_unit_of_values(x, shape) for x in moments]
     if max(view) >= MOST_INDEX:
-        unit = math.lcm(*flat)
-        if not (columns := _folded(values, unit, page_size // itemsize)):
+        columns = _folded(values, math.lcm(*flat), page_size // itemsize)
+        if not columns:
             return dataclasses.replace(single(shape), refused=TOO_LONG)
-        rows, units, unit = values // columns, [1], 1
-        view = rows, columns
-    axis, axis_size, bytes_each = 0, rows, columns * itemsize
-    if unit * bytes_each > page_size and values < MOST_INDEX:
+        view, units = (values // columns, columns), [1]
+    elif math.lcm(*units) * columns * itemsize > page_size and values < MOST_INDEX:
         if all(flat):
-            units, unit = flat, math.lcm(*flat)
-            view, axis_size, bytes_each = (values,), values, itemsize
+            view, units = (values,), flat
         elif all(axis_of_blocks(x.codec) == -2 or x.block == 1 for x in moments):
-            axis, axis_size, bytes_each = 1, columns, rows * itemsize
-            units = [codes_per_word(x.codec, -1) for x in moments]
-            unit = math.lcm(*units)
-    size, count = page_entries(axis_size, unit, bytes_each, page_size)
+            axis, units = 1, [smallest_unit(x, shape, view, 1) for x in moments]
+    unit, axis_size = math.lcm(*units), view[axis]
+    bytes_each = values // axis_size * itemsize
+    size, count = _page_entries(axis_size, unit, bytes_each, page_size)
     larger = min(spare_bytes, 2 * page_size)
     if larger > page_size and pieces_of(size // unit) == 1:
         # Such as 167 rows of words, of the eighth part of Llama 3's embedding.
-        cuts = (page_entries(axis_size, n * unit, bytes_each, larger) for n in PIECES)
+        cuts = (_page_entries(axis_size, n * unit, bytes_each, larger) for n in PIECES)
         exact = (x for x in cuts if math.prod(x) == axis_size)
         size, count = next(exact, (size, count))
     if count == 1:
@@ -99,21 +93,15 @@ def in_rows(
 
 
 def _fastest_page(leaf_bytes: int, page_size: int) -> int:
-    r"""Returns the page size, in bytes, with which a leaf is updated soonest.
+    """Returns the page size, in bytes, with which a leaf is updated soonest.
 
-    .. math::
-        \mathrm{time}(n) = \frac{S}{r} \cdot \frac{n + 1}{n} + n t, \qquad
-        n = \sqrt{S / (r t)}, \qquad
-        S / n = \sqrt{S \cdot r t},
-
-    for a moment of :math:`S` bytes in :math:`n` pages, on a link that moves :math:`r`
-    bytes a second in each direction, if each page takes :math:`t` seconds beyond its
-    bytes. An H200 has 47 GB/s and 22 us (jax 0.11.2: 45 us for two moments), so that
-    :math:`r t` is 1 MiB, which is assumed of every GPU. Pages are no smaller than
-    without latency, see `page_size_in`.
+    A moment of S bytes in n pages takes S / r * (n + 1) / n + n * t, if a link moves r
+    bytes a second and a page takes t seconds beyond its bytes: the best page has the
+    root of S * r * t bytes. An H200 has 47 GB/s and 22 us (jax 0.11.2), so that r * t
+    is 1 MiB, which is assumed of every GPU.
     """
     size = min(-(-leaf_bytes // FEWEST), math.isqrt(leaf_bytes * LEAST_PAGE))
-    return min(page_size, max(size, page_size_in(leaf_bytes, page_size)))
+    return min(page_size, max(size, _page_size_in(leaf_bytes, page_size)))
 
 
 def _folded(values: int, unit: int, maximum: int) -> int:
@@ -126,36 +114,52 @@ def _folded(values: int, unit: int, maximum: int) -> int:
     return next(exact, 0)
 
 
-def _unit_of_rows(codec: Codec | None, columns: int) -> int:
-    """Returns the fewest rows of the flattened matrix in whole blocks and words."""
-    if codec is None:
-        return 1
-    blocks = codec.block // math.gcd(codec.block, columns)
-    if axis_of_blocks(codec) == -2:
-        blocks = codec.block
-    return math.lcm(blocks, codes_per_word(codec, -2))
+def ratios_of_codes(codec: Codec | None, shape: Shape, view: Shape) -> Ratios:
+    """Returns for each axis of a leaf's view the values of an entry of the codes."""
+    values = values_per_entry(codec, shape)[-len(view) :]
+    merged = len(view) - len(values)
+    return (*[(1, 1)] * merged, *[(1, n) for n in values])
 
 
-def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
+def ratios_of_scales(codec: Codec | None, view: Shape, axis: int) -> Ratios:
+    """Returns for each axis of a leaf's view the values of a scale.
+
+    Scales have the leaf's axes, or those before the `axis` that is cut and one of
+    blocks.
+    """
+    block, along = 1 if codec is None else codec.block, axis_of_blocks(codec)
+    if along is not None:
+        ratios = [(1, 1)] * len(view)
+        ratios[along] = 1, block
+        return tuple(ratios)
+    after = math.prod(view[axis + 1 :])
+    common = math.gcd(after, block)
+    return (*[(1, 1)] * axis, (after // common, block // common))
+
+
+def smallest_unit(moment: MomentFormat, shape: Shape, view: Shape, axis: int) -> int:
+    """Returns the fewest entries in whole blocks and words."""
+    codes = ratios_of_codes(moment.codec, shape, view)
+    scales = ratios_of_scales(moment.codec, view, axis)
+    return math.lcm(*[b // math.gcd(a, b) for a, b in (codes[axis], scales[axis])])
+
+
+def _unit_of_values(moment: MomentFormat, shape: Shape) -> int:
     """Returns the fewest values of the flat moment in whole blocks; 0: never flat."""
-    if codec is None:
-        return 1
-    codes = get_codes(codec.stored(shape)).shape
-    merged, left = divmod(math.prod(shape), max(1, math.prod(codes)))
-    if left or axis_of_blocks(codec) == -2 or codes_per_word(codec, -2) > 1:
+    packed = values_per_entry(moment.codec, shape)
+    padded = any(n % k for n, k in zip(shape, packed, strict=True))
+    if padded or axis_of_blocks(moment.codec) == -2 or any(k > 1 for k in packed[:-1]):
         return 0
-    return math.lcm(codec.block, merged)
+    return smallest_unit(moment, shape, (math.prod(shape),), 0)
 
 
-def in_tiles(
-    shape: tuple[int, ...], moments: tuple[MomentFormat, ...], page_size: int
-) -> Pages:
+def in_tiles(shape: Shape, moments: tuple[MomentFormat, ...], page_size: int) -> Pages:
     """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max([x.itemsize for x in moments])
     requested, leaf_bytes = page_size, math.prod(shape) * itemsize
     if any(x.block > 1 for x in moments):
         page_size = min(page_size, CODEC_PAGE)
-    page_size = page_size_in(leaf_bytes, page_size)
+    page_size = _page_size_in(leaf_bytes, page_size)
     if leaf_bytes <= page_size:
         return single(shape, tiled=True)
     larger: list[Pages] = []
@@ -165,7 +169,7 @@ def in_tiles(
         # takes 3 s to compile then, and 9 s in parts of each row (libtpu 0.0.52).
         views.sort(key=lambda candidate: candidate[1] != 0)
     for view, axis in views:
-        unit = math.lcm(*[_unit(x, shape, view, axis) for x in moments])
+        unit = math.lcm(*[_unit_in_tiles(x, shape, view, axis) for x in moments])
         if not 0 < unit < view[axis] or view[axis] >= MOST_INDEX:
             continue
         bytes_each = math.prod(view) // view[axis] * itemsize
@@ -184,7 +188,7 @@ def in_tiles(
     return dataclasses.replace(one_page, refused=_reason(moments, shape))
 
 
-def _reason(moments: tuple[MomentFormat, ...], shape: tuple[int, ...]) -> str:
+def _reason(moments: tuple[MomentFormat, ...], shape: Shape) -> str:
     """Returns why a TPU cannot cut a leaf, and the way out."""
     if max(shape) >= MOST_INDEX:
         return TOO_LONG
@@ -204,7 +208,7 @@ def _reason(moments: tuple[MomentFormat, ...], shape: tuple[int, ...]) -> str:
     return f"a TPU slices whole tiles, and no page of it ends with {boundary}: {pad}"
 
 
-def _views(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+def _views(shape: Shape) -> Iterator[tuple[Shape, int]]:
     """Yields views, and the axis of each that may be sliced."""
     order = tiling.minor_to_major(shape)
     lanes, major = order[0], order[-1]
@@ -217,20 +221,12 @@ def _views(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
             yield (math.prod(shape[:merged]), *shape[merged:]), 0
 
 
-def _unit(
-    moment: MomentFormat, shape: tuple[int, ...], view: tuple[int, ...], axis: int
-) -> int:
+def _unit_in_tiles(moment: MomentFormat, shape: Shape, view: Shape, axis: int) -> int:
     """Returns the fewest entries in whole blocks, words and tiles; 0: none fit."""
-    blocks, along = 1, axis_of_blocks(moment.codec)
-    if along is not None:
-        blocks = moment.block if axis == len(view) + along else 1
-    elif moment.codec is not None:
-        after = math.prod(view[axis + 1 :])
-        blocks = moment.block // math.gcd(moment.block, after)
-    codes, itemsize, packed = _codes(moment, shape)
-    per_entry = packed[axis - len(view)] if len(view) > 1 else packed[-1]
+    unit = smallest_unit(moment, shape, view, axis)
     if not moment.on_host:
-        return math.lcm(blocks, per_entry)
+        return unit
+    codes, itemsize = _codes(moment, shape)
     order = tiling.view_layout(codes, len(view), itemsize)
     if order is None or itemsize < 2:
         return 0
@@ -239,23 +235,22 @@ def _unit(
     if len(view) > 1:
         tiles = {"lanes": tiling.LANES, "sublanes": rows, "major": 1}
         tile = tiles[tiling.role(order, axis)]
-    if along == -1 and axis == len(view) - 2:
+    if axis_of_blocks(moment.codec) == -1 and axis == len(view) - 2:
         # Many scales travel in pages too. Their lanes are the moment's rows.
         scales = (*shape[:-1], shape[-1] // moment.block)
         in_pages = math.prod(scales) >= _MANY_SCALES
         if in_pages and tiling.view_layout(scales, len(view)) is not None:
-            blocks = math.lcm(blocks, tiling.LANES)
-    return math.lcm(blocks, tile * per_entry)
+            unit = math.lcm(unit, tiling.LANES)
+    _, per_entry = ratios_of_codes(moment.codec, shape, view)[axis]
+    return math.lcm(unit, tile * per_entry)
 
 
-def _codes(
-    moment: MomentFormat, shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Returns the shape, itemsize and values an entry of a moment's codes."""
+def _codes(moment: MomentFormat, shape: Shape) -> tuple[Shape, int]:
+    """Returns the shape and itemsize of a moment's codes."""
     if moment.codec is None:
-        return shape, moment.itemsize, (1,) * len(shape)
+        return shape, moment.itemsize
     codes = get_codes(moment.codec.stored(shape))
-    return codes.shape, codes.dtype.itemsize, values_per_entry(moment.codec, shape)
+    return codes.shape, codes.dtype.itemsize
 
 
 def _has_last(moment: MomentFormat, pages: Pages) -> bool:
@@ -267,25 +262,43 @@ def _has_last(moment: MomentFormat, pages: Pages) -> bool:
             return False
     if not moment.on_host:
         return True
-    codes, itemsize, packed = _codes(moment, pages.leaf)
+    codes, itemsize = _codes(moment, pages.leaf)
     order = tiling.view_layout(codes, len(pages.view), itemsize)
     assert order is not None
     merged = len(codes) - len(order) + 1
     view = (math.prod(codes[:merged]), *codes[merged:])
-    per_entry = packed[axis - len(view)] if len(view) > 1 else packed[-1]
+    _, per_entry = ratios_of_codes(moment.codec, pages.leaf, pages.view)[axis]
     return tiling.can_slice(view, order, axis, pages.size // per_entry, itemsize)
 
 
 def _smallest_remainder(
     axis_size: int, unit: int, bytes_each: int, page_size: int
 ) -> tuple[int, int]:
-    """Returns `page_entries`, with the smallest last page.
+    """Returns `_page_entries`, with the smallest last page.
 
     XLA:TPU compiles the last page separately. A smaller one compiles sooner.
     """
-    size, count = page_entries(axis_size, unit, bytes_each, page_size)
+    size, count = _page_entries(axis_size, unit, bytes_each, page_size)
     if axis_size % size:
         sizes = range(size // unit * unit, size // 2, -unit)
         size = min(sizes, key=lambda n: axis_size % n)
         count = -(-axis_size // size)
     return size, count
+
+
+def _page_size_in(leaf_bytes: int, page_size: int) -> int:
+    count = min(_PAGES, max(1, leaf_bytes // LEAST_PAGE))
+    return min(page_size, -(-leaf_bytes // count))
+
+
+def _page_entries(
+    axis_size: int, unit: int, bytes_each: int, page_size: int
+) -> tuple[int, int]:
+    """Returns the entries of a page, and the number of pages."""
+    largest = max(unit, page_size // bytes_each // unit * unit)
+    fewest = -(-axis_size // largest)
+    for count in range(fewest, 2 * fewest + 1):
+        if axis_size % count == 0 and axis_size // count % unit == 0:
+            return axis_size // count, count
+    size = -(-axis_size // (fewest * unit)) * unit
+    return size, -(-axis_size // size)

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import ShapedArray
 from jaxtyping import PyTree
 
-from paged_optax.backend.types import ArrayOrShape
-from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_per_entry
+from paged_optax.backend.memory import DEVICE, HOST
+from paged_optax.backend.types import ArrayOrShape, Shape, varying
+from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.engine.buffers import PagedBuffer
+from paged_optax.engine.page_cuts import ratios_of_codes, ratios_of_scales
 from paged_optax.engine.pages import Page, Pages, joined_along
 from paged_optax.engine.transfers import to_device, to_host
 
@@ -33,9 +36,19 @@ Fetched = tuple[Array | None, ...]
 LeafBuffers = tuple[Buffers, ...]
 
 
+#: The arrays of one leaf.
+Arrays = tuple[Stored, ...]
+
+
 def buffers_of(x: Stored) -> Buffers:
     """Returns codes and scales, or the array alone."""
     return tuple(x) if isinstance(x, Quantized) else (x,)
+
+
+def typed(x: PyTree[jax.ShapeDtypeStruct], host: bool) -> PyTree[ShapedArray]:
+    """Returns the types of arrays in host, or device, memory."""
+    space = HOST if host else DEVICE
+    return jax.tree.map(lambda x: ShapedArray(x.shape, x.dtype, memory_space=space), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +71,12 @@ class PagedArray:
         codes, scales = x if isinstance(x, Quantized) else (x, None)
         # A whole array may have fewer axes than the leaf: a single value.
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
-        ratios = _ratios_of_codes(codec, pages) if cut else ()
+        ratios = ratios_of_codes(codec, pages.leaf, pages.view) if cut else ()
         first = PagedBuffer.create(codes, pages, on_host, ratios)
         if scales is None:
             return cls(codec, (first,))
         assert codec is not None
-        ratios = _ratios_of_scales(codec, pages) if cut else ()
+        ratios = ratios_of_scales(codec, pages.view, pages.axis) if cut else ()
         second = PagedBuffer.create(scales, pages, on_host, ratios, are_scales=True)
         # Preloaded scales are few. Stacking many scales on the device would copy them.
         if leaf_count > 1 and second.preloaded and not pages.tiled:
@@ -93,29 +106,27 @@ class PagedArray:
         codes = self.parts[0]
         return self.codec is not None or codes.shape == codes.pages.leaf
 
-    def open(self, x: Stored) -> Buffers:
-        """Returns its buffers, in the shapes that a loop holds."""
-        return tuple(
-            map(lambda x, part: x.reshape(part.opened), buffers_of(x), self.parts)
-        )
+    def open(self, x: Stored, axes: frozenset[str] = frozenset()) -> Buffers:
+        """Returns its buffers, in the shapes that a loop holds.
+
+        A new array, of type `ShapedArray`, is allocated, and varies along `axes`.
+        """
+
+        def opened(x: Array | ShapedArray, part: PagedBuffer) -> Array:
+            if not isinstance(x, ShapedArray):
+                return x.reshape(part.opened)
+            # `lax.empty` moved to the host allocates there and nowhere else. XLA:GPU of
+            # jax 0.10.2 refuses to reshape it there ("Bitcast cannot have different
+            # memory spaces"), so it has the shape that is cut from the start.
+            empty = to_host(lax.empty(part.opened, part.dtype), part.on_host)
+            return varying(empty, axes)
+
+        return tuple(map(opened, buffers_of(x), self.parts))
 
     def close(self, buffers: Buffers) -> Stored:
         """Undoes `open`."""
         arrays = [*map(lambda x, part: x.reshape(part.shape), buffers, self.parts)]
         return arrays[0] if len(arrays) == 1 else Quantized(*arrays)
-
-    def empty(self) -> Buffers:
-        """Allocates buffers, in the shapes that a loop holds; see `staged`."""
-        # `lax.empty` moved to the host allocates there and nowhere else. XLA:GPU of jax
-        # 0.10.2 refuses to reshape it there ("Bitcast cannot have different memory
-        # spaces"), so it has the shape that is cut from the start.
-        empty = lambda x: to_host(lax.empty(x.opened, x.dtype), x.on_host)
-        return tuple(map(empty, self.parts))
-
-    def staged(self) -> "PagedArray":
-        """Returns this array with preloaded buffers kept on the device."""
-        stay = lambda x: dataclasses.replace(x, on_host=x.streamed)
-        return PagedArray(self.codec, tuple(map(stay, self.parts)))
 
     def preload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Copies buffers that do not travel in pages to the device."""
@@ -167,7 +178,7 @@ class PagedArray:
         )
         return tuple(map(write, buffers, page, self.parts))
 
-    def decode(self, page: LeafBuffers, shape: tuple[int, ...]) -> Array:
+    def decode(self, page: LeafBuffers, shape: Shape) -> Array:
         """Decodes a page, joined of the leaves that share it; `shape`: of one leaf."""
         axis, leaf_count = self.parts[0].pages.axis, len(page)
         if self.codec is None:
@@ -184,11 +195,7 @@ class PagedArray:
         return _decode(self.codec, stored, joined_shape)
 
     def encode(
-        self,
-        result: Array,
-        noise: Noise | None,
-        shape: tuple[int, ...],
-        leaf_count: int,
+        self, result: Array, noise: Noise | None, shape: Shape, leaf_count: int
     ) -> LeafBuffers:
         """Encodes a joined page, and splits it by leaf; `shape`: of one leaf."""
         if self.codec is None:
@@ -210,7 +217,7 @@ class PagedArray:
         ]
         return self._stacked(list(zip(*parts, strict=True)))
 
-    def as_stored(self, page: Buffers, shape: tuple[int, ...]) -> Stored:
+    def as_stored(self, page: Buffers, shape: Shape) -> Stored:
         """Returns a page in the container and shapes of its codec."""
         assert self.codec is not None
         stored = page[0] if len(page) == 1 else Quantized(*page)
@@ -225,7 +232,7 @@ def _encode(codec: Codec, page: Array) -> PyTree[Array]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
-def _decode(codec: Codec, stored: PyTree[Array], shape: tuple[int, ...]) -> Array:
+def _decode(codec: Codec, stored: PyTree[Array], shape: Shape) -> Array:
     return codec.decode(stored, shape)
 
 
@@ -233,21 +240,3 @@ def _along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int:
     axis = joined_along(one, many, leaf_count)
     assert axis is not None  # `sharing` has checked it
     return axis
-
-
-def _ratios_of_codes(codec: Codec | None, pages: Pages) -> tuple[tuple[int, int], ...]:
-    values = values_per_entry(codec, pages.leaf)[-len(pages.view) :]
-    merged = len(pages.view) - len(values)
-    return (*[(1, 1)] * merged, *[(1, n) for n in values])
-
-
-def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]:
-    """Scales have the leaf's axes, or those before `pages.axis` and one of blocks."""
-    view, along = pages.view, axis_of_blocks(codec)
-    if along is not None:
-        ratios = [(1, 1)] * len(view)
-        ratios[along] = 1, codec.block
-        return tuple(ratios)
-    after = math.prod(view[pages.axis + 1 :])
-    common = math.gcd(after, codec.block)
-    return (*[(1, 1)] * pages.axis, (after // common, codec.block // common))

@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Int
 
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.types import ArrayOrShape, Shape
 from paged_optax.codecs import Codec
 
 #: Slices start at entries counted in 32 bits.
@@ -29,13 +29,8 @@ TOO_LONG = (
     " a matrix of shorter axes"
 )
 
-#: Default of `page_size`: chosen for each leaf, at most so many bytes.
+#: Default of `page_size`: chosen for each leaf.
 DEFAULT_PAGE_SIZE = "auto"
-LARGEST_PAGE = 16 * 2**20
-
-#: Bytes of a page that several leaves share, and of a page that small leaves share.
-SHARED_PAGE = 8 * 2**20
-SMALL_PAGE = 4 * 2**20
 
 #: Bytes of a page, or of a part of a page, that a TPU computes a codec on.
 #
@@ -45,11 +40,8 @@ SMALL_PAGE = 4 * 2**20
 # 0.0.52).
 CODEC_PAGE = 2**20
 
-# A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.loop`).
-# Each leaf has at most this many pages, unless they would exceed `page_size`, and none
-# of fewer bytes, because latency would dominate their transfers.
-_PAGES = 16
-LEAST_PAGE = 2**20
+#: For each axis (a, b): a entries of an array for b of its leaf.
+Ratios = tuple[tuple[int, int], ...]
 
 #: A number known when traced, or a loop's variable.
 Index = Int[Array, ""] | np.int32
@@ -91,8 +83,8 @@ class Pages:
     page. The remainder is a last, smaller page.
     """
 
-    leaf: tuple[int, ...]  # the leaf's shape
-    view: tuple[int, ...]  # a shape of the same values in the same order, free of cost
+    leaf: Shape  # the leaf's shape
+    view: Shape  # a shape of the same values in the same order, free of cost
     axis: int
     size: int
     # Pages, smaller last ones included. 0: leaves of several shapes are updated in one
@@ -107,7 +99,7 @@ class Pages:
     @property
     def entries(self) -> int:
         """Values of one full page."""
-        return math.prod(self.page(self.size)) if self.view else 1
+        return math.prod(self.page(self.size))
 
     @property
     def axis_size(self) -> int:
@@ -119,7 +111,7 @@ class Pages:
         """Sizes of the full pages and of the last page."""
         return {self.size, self.axis_size % self.size or self.size}
 
-    def page(self, size: int, leaf_count: int = 1) -> tuple[int, ...]:
+    def page(self, size: int, leaf_count: int = 1) -> Shape:
         """Returns the shape of `size` entries of each of `leaf_count` leaves."""
         if not self.count or not self.view:
             return self.view
@@ -169,7 +161,7 @@ class Pages:
         return looped and GPU_FETCHES_AHEAD
 
 
-def single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
+def single(shape: Shape, *, tiled: bool = False) -> Pages:
     """Returns a leaf that is one page."""
     axis_size = shape[0] if shape else 1
     return Pages(shape, shape, 0, axis_size, 1, tiled=tiled and len(shape) > 1)
@@ -183,22 +175,3 @@ def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int 
     if len(axes) != 1 or many.shape[axes[0]] != leaf_count * one.shape[axes[0]]:
         return None
     return axes[0]
-
-
-def page_size_in(leaf_bytes: int, page_size: int) -> int:
-    """Returns the page size, in bytes, for a leaf of this many bytes."""
-    count = min(_PAGES, max(1, leaf_bytes // LEAST_PAGE))
-    return min(page_size, -(-leaf_bytes // count))
-
-
-def page_entries(
-    axis_size: int, unit: int, bytes_each: int, page_size: int
-) -> tuple[int, int]:
-    """Returns the entries of a page, and the number of pages."""
-    largest = max(unit, page_size // bytes_each // unit * unit)
-    fewest = -(-axis_size // largest)
-    for count in range(fewest, 2 * fewest + 1):
-        if axis_size % count == 0 and axis_size // count % unit == 0:
-            return axis_size // count, count
-    size = -(-axis_size // (fewest * unit)) * unit
-    return size, -(-axis_size // size)

@@ -5,8 +5,6 @@ loop runs inside `jax.shard_map`, on the shard alone: each device pages over its
 link, pages are cut from the shard, and no collective appears. Under automatic
 partitioning XLA would gather every page (4 devices, H200: 96 MiB of scratch and 128 MiB
 of host scratch; `shard_map` takes 8 and 0).
-`paged_optax.transform.parameter_shardings` reads a parameter's sharding, and
-`paged_optax.transform.groups` chooses the leaves that are paged by shards.
 
 The numbers equal one device's, bit for bit, with the exceptions in
 `docs/many_devices.md`. If one is wrong, look here first: JAX does not check
@@ -32,7 +30,7 @@ from jax.sharding import (
 )
 from jaxtyping import Int, PyTree, UInt32
 
-from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.types import ArrayOrShape, Shape
 from paged_optax.codecs import Codec, Quantized, axis_of_blocks
 
 #: The scope of a leaf of unknown sharding. On one device it is exact and fast. On
@@ -48,9 +46,7 @@ class Shards:
     axes: tuple[tuple[str, ...], ...]  # for each dimension the mesh axes that divide it
 
     @classmethod
-    def create(
-        cls, sharding: Sharding | None, shape: tuple[int, ...]
-    ) -> "Shards | None":
+    def create(cls, sharding: Sharding | None, shape: Shape) -> "Shards | None":
         """Reads a sharding; None if it divides nothing."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return None
@@ -103,23 +99,11 @@ class Shards:
             return self.mesh
         return self.mesh if AxisType.Explicit in around.axis_types else around
 
-    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local(self, shape: Shape) -> Shape:
         """Returns the shape of one shard."""
         return tuple(n // d for n, d in zip(shape, self.divisions, strict=True))
 
-    def mapped(self, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Returns a function of arrays divided like the leaf, called on shards."""
-        return jax.shard_map(
-            function,
-            mesh=self.current_mesh,
-            in_specs=self.spec,
-            out_specs=self.spec,
-            check_vma=False,
-        )
-
-    def stored(
-        self, codec: Codec, shape: tuple[int, ...]
-    ) -> PyTree[jax.ShapeDtypeStruct]:
+    def stored(self, codec: Codec, shape: Shape) -> PyTree[jax.ShapeDtypeStruct]:
         """Returns the encoded shapes and dtypes of a moment's shards.
 
         Blocks never cross shards. Scales by rows are divided as the moment is. Other
@@ -147,7 +131,7 @@ class Shards:
         return [(*itertools.chain(*remaining),), first] if self.has_rows else [first]
 
     def spec_of(
-        self, codec: Codec | None, x: PyTree[ArrayOrShape], local: tuple[int, ...]
+        self, codec: Codec | None, x: PyTree[ArrayOrShape], local: Shape
     ) -> PyTree[PartitionSpec]:
         """Returns the partition spec of a leaf's array, or of its encoded form."""
         if not isinstance(x, Quantized):
@@ -162,7 +146,7 @@ def on_shards(
     shards: Shards,
     leaves: tuple[tuple[PyTree[Array], ...], ...],
     codecs: Sequence[Codec | None],
-    local: tuple[int, ...],
+    local: Shape,
     results: Sequence[tuple[Codec | None, PyTree[ArrayOrShape]]],
     trip_count: Int[Array, ""] | None = None,
     random_bits: PyTree[UInt32[Array, "2"]] = None,
@@ -177,19 +161,15 @@ def on_shards(
     """
     spec = lambda x, codec: shards.spec_of(codec, x, local)
     result_codecs = [codec for codec, _ in results]
-
-    def with_scales(
-        leaf: Sequence[PyTree[Array]],
-        codecs: Sequence[Codec | None],
-        reshape: Callable[[Array], Array],
-    ) -> tuple[PyTree[Array], ...]:
-        # Scales by rows are divided as the leaf is, and keep their shape.
-        return tuple(
-            x._replace(scales=reshape(x.scales))
-            if isinstance(x, Quantized) and axis_of_blocks(codec) is None
-            else x
-            for x, codec in zip(leaf, codecs, strict=True)
-        )
+    # A shard's scales are one vector, as on one device. Outside they may have a row for
+    # each part, see `Shards.stored`. Scales by rows keep their shape.
+    by_rows = lambda x, codec: (
+        not isinstance(x, Quantized) or axis_of_blocks(codec) is not None
+    )
+    flat = lambda x, codec: (
+        x if by_rows(x, codec) else x._replace(scales=x.scales.reshape(-1))
+    )
+    row = lambda x, codec: x if by_rows(x, codec) else x._replace(scales=x.scales[None])
 
     def run(
         leaves: tuple[tuple[PyTree[Array], ...], ...],
@@ -204,17 +184,13 @@ def on_shards(
         part = jnp.uint32(0)
         if shards.has_rows:
             start, part = part, number
-        # A shard's scales are one vector, as on one device. Outside they may have a row
-        # for each part, see `Shards.stored`.
-        flat = lambda scales: scales.reshape(-1)
-        leaves = tuple(with_scales(leaf, codecs, flat) for leaf in leaves)
+        leaves = tuple(tuple(map(flat, leaf, codecs)) for leaf in leaves)
         trip_count, random_bits = scalars
         words = jax.tree.map(lambda x: x + part, random_bits)
         new = function(leaves, trip_count, words, start)
         if not shards.has_rows:
             return [*new]
-        row = lambda scales: scales[None]
-        return [with_scales(leaf, result_codecs, row) for leaf in new]
+        return [tuple(map(row, leaf, result_codecs)) for leaf in new]
 
     return jax.shard_map(
         run,

@@ -31,18 +31,27 @@ from paged_optax.backend.platforms import (
     GPU_FETCHES_AHEAD,
     GPU_HAS_STREAMS_BY_DIRECTION,
 )
-from paged_optax.codecs import axis_of_blocks, codes_per_word
-from paged_optax.engine.page_cuts import FEWEST, in_rows, in_tiles
-from paged_optax.engine.pages import (
-    LARGEST_PAGE,
+from paged_optax.backend.types import Shape
+from paged_optax.codecs import axis_of_blocks, values_per_entry
+from paged_optax.engine.page_cuts import (
+    FEWEST,
     LEAST_PAGE,
-    SHARED_PAGE,
-    SMALL_PAGE,
+    in_rows,
+    in_tiles,
+    smallest_unit,
+)
+from paged_optax.engine.pages import (
     MomentFormat,
     Pages,
     joined_along,
     single,
 )
+
+# The largest page by default, and bytes of a page that several leaves share, and of a
+# page that small leaves share.
+_LARGEST_PAGE = 16 * 2**20
+_SHARED_PAGE = 8 * 2**20
+_SMALL_PAGE = 4 * 2**20
 
 # Most small leaves that share a page, and bytes of the largest leaf that shares one.
 _MOST_LEAVES = 32
@@ -97,7 +106,7 @@ class Geometry:
         return self.tpu if platform == "tpu" else self.gpu
 
 
-def uncut(shape: tuple[int, ...]) -> Geometry:
+def uncut(shape: Shape) -> Geometry:
     """Returns a leaf that is updated whole on every backend."""
     pages = Pages(shape, shape, 0, 1, 0)
     return Geometry(pages, dataclasses.replace(pages, tiled=len(shape) > 1), pages)
@@ -105,7 +114,7 @@ def uncut(shape: tuple[int, ...]) -> Geometry:
 
 @functools.cache
 def cut(
-    shape: tuple[int, ...],
+    shape: Shape,
     moments: tuple[MomentFormat, ...],
     page_size: int | None = None,
     like_leaves: int = 1,
@@ -123,7 +132,7 @@ def cut(
     leaves are isolated nevertheless.
     """
     by_latency = page_size is None
-    page_size = LARGEST_PAGE if page_size is None else page_size
+    page_size = _LARGEST_PAGE if page_size is None else page_size
     rows = functools.partial(in_rows, by_latency=by_latency)
     in_blocks = any(x.block > 1 for x in moments)
     on_host = any(x.on_host for x in moments)
@@ -178,11 +187,11 @@ def cut(
 
 
 def _shared(
-    shape: tuple[int, ...],
+    shape: Shape,
     moments: tuple[MomentFormat, ...],
     like_leaves: int,
     page_size: int,
-    in_pages: Callable[[tuple[int, ...], tuple[MomentFormat, ...], int], Pages],
+    in_pages: Callable[[Shape, tuple[MomentFormat, ...], int], Pages],
     minimum: int,
 ) -> Pages:
     """Cuts leaves of which `minimum` share pages, or more if they are small."""
@@ -191,12 +200,12 @@ def _shared(
     leaf_bytes = math.prod(shape) * itemsize
     if like_leaves == 1 or not shape or not 0 < leaf_bytes <= _LARGEST_LEAF:
         return unshared
-    page_size = min(page_size, SHARED_PAGE)
+    page_size = min(page_size, _SHARED_PAGE)
     pages = in_pages(shape, moments, max(1, page_size // minimum))
     page_bytes = pages.entries * itemsize
     maximum = 1
     if pages.count == 1:
-        maximum = min(_MOST_LEAVES, min(page_size, SMALL_PAGE) // page_bytes)
+        maximum = min(_MOST_LEAVES, min(page_size, _SMALL_PAGE) // page_bytes)
     # The leaves of the largest of several even groups.
     leaf_count = -(-like_leaves // -(-like_leaves // max(minimum, maximum)))
     too_large = page_bytes * leaf_count > 2 * page_size
@@ -216,38 +225,20 @@ def sharing(pages: Pages, like_leaves: int) -> list[slice]:
 def _joins(moment: MomentFormat, pages: Pages, leaf_count: int) -> bool:
     """Returns whether joined pages of several leaves are stored as each page is."""
     codec = moment.codec
-    if pages.refused:
-        return False
-    if codec is None:
-        return True
-    return not codec.draws and all(
-        _is_whole(moment, pages, size)
-        and all(
-            joined_along(one, many, leaf_count) is not None
-            for one, many in zip(
-                jax.tree.leaves(codec.stored(pages.page(size))),
-                jax.tree.leaves(codec.stored(pages.page(size, leaf_count))),
-                strict=True,
-            )
-        )
+    if codec is None or pages.refused:
+        return not pages.refused
+    along = axis_of_blocks(codec)
+    unit = smallest_unit(moment, pages.leaf, pages.view, pages.axis)
+    # A codec drops axes of one entry, and renumbers the others.
+    blocks = moment.block if along is not None and 1 in pages.view else 1
+    unit = math.lcm(unit, blocks, *values_per_entry(codec, pages.leaf))
+    # Scales of several ranges of the flattened leaf would be in another order.
+    in_order = along is not None or moment.block == 1 or not pages.axis
+    # Else the next leaf would begin within the page's last word or block.
+    whole = all(size % unit == 0 for size in pages.sizes)
+    stored = lambda size, n: jax.tree.leaves(codec.stored(pages.page(size, n)))
+    return (in_order and whole and not codec.draws) and all(
+        joined_along(one, many, leaf_count) is not None
         for size in pages.sizes
+        for one, many in zip(stored(size, 1), stored(size, leaf_count), strict=True)
     )
-
-
-def _is_whole(moment: MomentFormat, pages: Pages, size: int) -> bool:
-    """Returns whether a page of this size ends with a word and with a block.
-
-    Else the next leaf would begin within the page's last word or block.
-    """
-    packed = math.lcm(*(codes_per_word(moment.codec, axis) for axis in (-1, -2)))
-    blocks, along = moment.block, axis_of_blocks(moment.codec)
-    if blocks > 1 and along is None:
-        # Scales of several ranges of the flattened leaf would be in another order.
-        ends = not pages.axis and math.prod(pages.page(size)) % blocks == 0
-    else:
-        # A codec drops axes of one entry, and renumbers the others.
-        in_pages = (
-            along is None or 1 in pages.view or pages.axis == len(pages.view) + along
-        )
-        ends = not in_pages or size % blocks == 0
-    return ends and size % packed == 0

@@ -1,19 +1,12 @@
 """Entry points of the engine: `stream` updates leaves, and `fill` makes a new leaf.
 
-A page is read from host memory, computed, and written back in place, inside one loop a
-leaf, or one for several leaves that share pages (`paged_optax.engine.loop`).
-
-The loop's variable is the index if pages are serial. It counts rows, or the smallest
-groups of rows that no page splits, and steps by a page: the slice's start needs no
-arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address from the
-induction variable alone and ignores arithmetic on it; with this form its transfer
-descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page of fewer
-rows is one more access at a fixed row.
+Pages are cut for each kind of backend (`paged_optax.engine.sharing`), and on a mesh
+from each device's shard.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -22,18 +15,14 @@ from jax import Array, lax
 from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.analysis.program import Program
-from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec
-from paged_optax.engine.loop import LeafProgram, Loop, filled
-from paged_optax.engine.paged_array import PagedArray, Stored
+from paged_optax.engine.loop import LeafProgram, update_leaves
+from paged_optax.engine.paged_array import Arrays, Stored, typed
 from paged_optax.engine.pages import Pages
 from paged_optax.engine.shards import Shards, on_shards
 from paged_optax.engine.sharing import Geometry, sharing
 
 Results = TypeVar("Results")
-
-#: The arrays of one leaf.
-Arrays = tuple[Stored, ...]
 
 
 def stream(
@@ -56,7 +45,7 @@ def stream(
     `random_bits` has for each result the words of stochastic rounding, or None. Over a
     mesh each device pages its own shard, and `geometry` is a shard's.
     """
-    update = _stream_jitted
+    update = _stream
     if shards is not None:
         update = functools.partial(_stream_on_mesh, shards=shards)
 
@@ -87,35 +76,10 @@ def _by_backend(
     return functools.partial(lax.platform_dependent, default=default, **remaining)
 
 
-def _stream(
-    leaves: tuple[Arrays, ...],
-    trip_count: Int[Array, ""] | None,
-    random_bits: tuple[UInt32[Array, "2"] | None, ...] | None,
-    start: UInt32[Array, ""] | None = None,
-    *,
-    leaf: LeafProgram,
-    pages: Pages,
-) -> list[Arrays]:
-    """Updates leaves that share pages; `start`: see `Loop`."""
-    arrays = [
-        PagedArray.create(x, pages, codec, on_host(x), len(leaves))
-        for x, codec in zip(leaves[0], leaf.codecs, strict=True)
-    ]
-    buffers = [
-        tuple(map(array.open, of_leaves if array.paged else of_leaves[:1]))
-        for array, of_leaves in zip(arrays, zip(*leaves, strict=True), strict=True)
-    ]
-    words = random_bits or (None,) * len(leaf.overwrites)
-    loop = Loop(leaf, pages, arrays, words, start, len(leaves))
-    new = dict(zip(loop.targets, loop(buffers, trip_count), strict=True))
-    return [
-        tuple([arrays[p].close(new[p][index]) for p in leaf.overwrites])
-        for index in range(len(leaves))
-    ]
-
-
 # Traced and compiled once for all groups of leaves of one shape.
-_stream_jitted = jax.jit(_stream, static_argnames=("leaf", "pages"))
+@functools.partial(jax.jit, static_argnames=("leaf", "pages"))
+def _stream(*args: PyTree, leaf: LeafProgram, pages: Pages) -> list[Arrays]:
+    return update_leaves(*args, leaf=leaf, pages=pages)
 
 
 @functools.partial(jax.jit, static_argnames=("leaf", "pages", "shards"))
@@ -130,13 +94,13 @@ def _stream_on_mesh(
 ) -> list[Arrays]:
     """Updates the shards of leaves on every device."""
     results = [(leaf.codecs[p], leaves[0][p]) for p in leaf.overwrites]
-    run = functools.partial(_stream, leaf=leaf, pages=pages)
+    run = functools.partial(update_leaves, leaf=leaf, pages=pages)
     scalars = trip_count, random_bits
     return on_shards(run, shards, leaves, leaf.codecs, pages.leaf, results, *scalars)
 
 
 @functools.partial(
-    jax.jit, static_argnames="program geometry dtype codec host shards axes".split()
+    jax.jit, static_argnames="program geometry dtype codec host shards".split()
 )
 def fill(
     arrays: tuple[Array, ...],
@@ -148,37 +112,27 @@ def fill(
     codec: Codec | None = None,
     host: bool = True,
     shards: Shards | None = None,
-    axes: frozenset[str] = frozenset(),
 ) -> Stored:
     """Makes one leaf, page by page, so that it never exists on the device.
 
-    The program's only result is the leaf, computed in `dtype`. Within a `jax.shard_map`
-    the leaf varies along `axes`. Over a mesh each device makes its own shard.
+    The program's only result is the leaf, computed in `dtype`. Over a mesh each
+    device makes its own shard.
     """
+    types = lambda shape: jax.ShapeDtypeStruct(shape, dtype)
+    codecs = (*[None] * len(arrays), codec)
+    leaf = LeafProgram(program, (len(arrays),), codecs)
 
-    def run(
-        pages: Pages,
-        leaves: tuple[tuple[Array, ...]],
-        trip_count: None,
-        random_bits: UInt32[Array, "2"] | None,
-        start: UInt32[Array, ""] | None,
-    ) -> list[Arrays]:
-        stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
-        if codec is not None:
-            stored = codec.stored(pages.leaf)
-        sources = [
-            (PagedArray.create(x, pages, None, on_host(x)), x) for x in leaves[0]
-        ]
-        target = PagedArray.create(stored, pages, codec, host).staged()
-        leaf = filled(program, pages, sources, target, axes, random_bits, start)
-        return [(jax.device_put(leaf, HOST) if host else leaf,)]
+    def run(pages: Pages, leaves: Sequence[Arrays], *remaining: PyTree) -> list[Arrays]:
+        new = typed((codec.stored if codec else types)(pages.leaf), host)
+        leaves = [(*arrays, new) for arrays in leaves]
+        return update_leaves(leaves, *remaining, leaf=leaf, pages=pages)
 
     fill_pages = _by_backend(run, geometry)
+    words = (random_bits,)
     if shards is None:
-        return fill_pages((arrays,), None, random_bits, None)[0][0]
+        return fill_pages([arrays], None, words, None)[0][0]
     local = geometry.gpu.leaf
     shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
-    like = shards.stored(codec, shape) if codec else jax.ShapeDtypeStruct(shape, dtype)
-    codecs, results = (None,) * len(arrays), [(codec, like)]
-    on_mesh = fill_pages, shards, (arrays,), codecs, local, results
-    return on_shards(*on_mesh, random_bits=random_bits)[0][0]
+    like = shards.stored(codec, shape) if codec else types(shape)
+    on_mesh = fill_pages, shards, (arrays,), codecs[:-1], local, [(codec, like)]
+    return on_shards(*on_mesh, random_bits=words)[0][0]

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import DEVICE, HOST, on_host
-from paged_optax.backend.platforms import on_tpu
+from paged_optax.backend.platforms import on_platforms
 from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.engine.pages import MOST_INDEX, Index
@@ -57,103 +57,95 @@ class StackPage:
 
     number: Index | int  # among parts of this size
     size: int  # entries along the axis
-    on_host: bool
-    pieces: int  # in which a GPU moves it; 1: no loop
+    at_once: bool  # a loop around moves it
     # Each device moves pieces of its own shard: an axis that is divided cannot be
     # joined with the first one, and XLA would gather the array in host memory.
     shards: Shards | None = None
 
-    @classmethod
-    def create(
-        cls,
-        x: Array | np.ndarray,
-        number: Index | int,
-        size: int,
-        at_once: bool,
-        shards: Shards | None = None,
-    ) -> "StackPage":
-        """Describes a part of an array; `at_once`: a loop around moves it."""
-        offloaded, pieces = on_host(x), 1
-        first, *remaining = shards.local(x.shape) if shards else x.shape
-        # The array's rows are counted in 32 bits.
-        numbered = bool(remaining) and first * remaining[0] < MOST_INDEX
-        if offloaded and numbered and not at_once:
-            pieces = pieces_of(size * remaining[0])
-        return cls(number, size, offloaded, pieces, shards)
-
     def read(self, x: Array | np.ndarray) -> Array:
         """Reads the part into device memory."""
+        pieces, offloaded = self._pieces(x), on_host(x)
 
         def at_once(x: Array | np.ndarray) -> Array:
             page = lax.dynamic_slice_in_dim(x, self._first, self.size)
-            return to_device(self._in_layout(page), self.on_host)
+            return to_device(_in_stack_layout(page), offloaded)
 
         def in_pieces(x: Array) -> Array:
-            rows, (first, size) = _by_rows(x), self._piece(x)
+            rows, (first, size) = _by_rows(x), self._piece(x, pieces)
             piece = lambda iteration: lax.dynamic_slice_in_dim(
                 rows, first(iteration), size, allow_negative_indices=False
             )
-            read = lambda iteration: to_device(piece(iteration), self.on_host)
-            page = read_in_pieces(self.pieces, read)
+            page = read_in_pieces(pieces, lambda i: to_device(piece(i), True))
             return page.reshape(self.size, *x.shape[1:])
 
-        return self._by_backend(at_once, in_pieces, x)
+        return self._by_backend(pieces, at_once, in_pieces, x)
 
     def write(self, x: Array, page: Array) -> Array:
         """Returns the array with the part replaced."""
+        pieces, offloaded = self._pieces(x), on_host(x)
 
         def at_once(x: Array, page: Array) -> Array:
-            page = self._in_layout(to_host(page, self.on_host))
+            page = _in_stack_layout(to_host(page, offloaded))
             return lax.dynamic_update_slice_in_dim(x, page, self._first, 0)
 
         def in_pieces(x: Array, page: Array) -> Array:
-            first, _ = self._piece(x)
-
-            def write(iteration: Index, rows: Array, piece: Array) -> Array:
-                piece = to_host(piece, self.on_host)
-                return lax.dynamic_update_slice_in_dim(
-                    rows, piece, first(iteration), 0, allow_negative_indices=False
-                )
-
-            rows = write_in_pieces(self.pieces, write, _by_rows(x), _by_rows(page))
+            first, _ = self._piece(x, pieces)
+            write = lambda i, rows, piece: lax.dynamic_update_slice_in_dim(
+                rows, to_host(piece, True), first(i), 0, allow_negative_indices=False
+            )
+            rows = write_in_pieces(pieces, write, _by_rows(x), _by_rows(page))
             return rows.reshape(x.shape)
 
-        return self._by_backend(at_once, in_pieces, x, page)
+        return self._by_backend(pieces, at_once, in_pieces, x, page)
 
     @property
     def _first(self) -> Index | int:
         return self.number if self.size == 1 else self.number * self.size
 
-    def _in_layout(self, page: Array) -> Array:
-        """Constrains a part of a host stack to the stack's layout on a TPU."""
-        if not self.on_host or page.ndim < 2:
-            return page
-        order = minor_to_major(page.shape, page.dtype.itemsize)
-        return on_tpu(lambda page: in_layout(page, order), page)
+    def _pieces(self, x: Array | np.ndarray) -> int:
+        """Returns the number of pieces in which a GPU moves it; 1: no loop."""
+        first, *remaining = self.shards.local(x.shape) if self.shards else x.shape
+        # The array's rows are counted in 32 bits.
+        numbered = bool(remaining) and first * remaining[0] < MOST_INDEX
+        if self.at_once or not numbered or not on_host(x):
+            return 1
+        return pieces_of(self.size * remaining[0])
 
-    def _piece(self, x: Array | np.ndarray) -> tuple[Callable[[Index], Index], int]:
+    def _piece(self, x: Array, pieces: int) -> tuple[Callable[[Index], Index], int]:
         """Returns the first row of each piece, and the rows of a piece."""
         rows = self.size * x.shape[1]
-        size = rows // self.pieces
         # XLA:GPU follows only addresses that are linear in the loop's variable.
-        return (
-            lambda iteration: np.int32(self.number * rows) + iteration * np.int32(size),
-            size,
-        )
+        first = lambda i: np.int32(self.number * rows) + i * np.int32(rows // pieces)
+        return first, rows // pieces
 
     def _by_backend(
         self,
+        pieces: int,
         at_once: Callable[..., Array],
         in_pieces: Callable[..., Array],
         *arrays: Array | np.ndarray,
     ) -> Array:
-        if self.pieces == 1:
+        if pieces == 1:
             return at_once(*arrays)
         if self.shards is not None:
-            in_pieces = self.shards.mapped(in_pieces)
+            in_pieces = jax.shard_map(
+                in_pieces,
+                mesh=self.shards.current_mesh,
+                in_specs=self.shards.spec,
+                out_specs=self.shards.spec,
+                check_vma=False,
+            )
         return lax.platform_dependent(
             *arrays, cpu=at_once, tpu=at_once, default=in_pieces
         )
+
+
+def _in_stack_layout(page: Array) -> Array:
+    """Constrains a part of a host stack to the stack's layout on a TPU."""
+    if not on_host(page) or page.ndim < 2:
+        return page
+    order = minor_to_major(page.shape, page.dtype.itemsize)
+    return on_platforms("tpu", lambda page: in_layout(page, order), page)
 
 
 def _by_rows(x: Array) -> Array:
@@ -170,24 +162,21 @@ def read_in_pieces(pieces: int, read: Callable[[Index], Pieces]) -> Pieces:
     """Reads numbered pieces, and joins them along the first axis of each array."""
     if pieces == 1:
         return read(np.int32(0))
-    shapes = jax.eval_shape(read, jnp.int32(0))
-
-    def iteration(
-        carry: tuple[Int[Array, ""], Pieces],
-    ) -> tuple[Int[Array, ""], Pieces]:
-        number, page = carry
-
-        def put(page: Array, new: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(page, new, number * new.shape[0], 0)
-
-        page = jax.tree.map(put, page, read(number))
-        return number + 1, page
-
     empty = lambda x: varying(
         lax.empty((pieces * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x)
     )
+
+    def put(carry: tuple[Array, Pieces]) -> tuple[Array, Pieces]:
+        number, page = carry
+        put = lambda page, new: lax.dynamic_update_slice_in_dim(
+            page, new, number * new.shape[0], 0
+        )
+        page = jax.tree.map(put, page, read(number))
+        return number + 1, page
+
+    shapes = jax.eval_shape(read, jnp.int32(0))
     start = jnp.int32(0), jax.tree.map(empty, shapes)
-    return lax.while_loop(lambda carry: carry[0] < pieces, iteration, start)[1]
+    return lax.while_loop(lambda carry: carry[0] < pieces, put, start)[1]
 
 
 def write_in_pieces(
@@ -200,16 +189,11 @@ def write_in_pieces(
     if pieces == 1:
         return write(np.int32(0), buffers, page)
 
-    def iteration(
-        carry: tuple[Int[Array, ""], Target],
-    ) -> tuple[Int[Array, ""], Target]:
+    def put(carry: tuple[Array, Target]) -> tuple[Array, Target]:
         number, buffers = carry
-
-        def cut(x: Array) -> Array:
-            size = x.shape[0] // pieces
-            return lax.dynamic_slice_in_dim(x, number * size, size)
-
+        size = lambda x: x.shape[0] // pieces
+        cut = lambda x: lax.dynamic_slice_in_dim(x, number * size(x), size(x))
         return number + 1, write(number, buffers, jax.tree.map(cut, page))
 
     start = jnp.int32(0), buffers
-    return lax.while_loop(lambda carry: carry[0] < pieces, iteration, start)[1]
+    return lax.while_loop(lambda carry: carry[0] < pieces, put, start)[1]

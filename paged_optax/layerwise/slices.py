@@ -10,7 +10,11 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX, on_tpu
+from paged_optax.backend.platforms import (
+    GPU_FETCHES_AHEAD,
+    GPU_NEEDS_RAW_INDEX,
+    on_platforms,
+)
 from paged_optax.backend.types import is_traced
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
@@ -50,7 +54,7 @@ def read_slice(
       shards: The division of the array, if it is known.
     """
     size = 1 if parts is None else x.shape[0] // parts
-    return _page(x, i, size, parts, shards).read(x)
+    return _page(i, size, parts, shards).read(x)
 
 
 def write_slice(
@@ -64,7 +68,7 @@ def write_slice(
 
     `parts` is None for weights, which travel during products; see `read_slice`.
     """
-    return _page(x, i, new.shape[0], parts, shards).write(x, new)
+    return _page(i, new.shape[0], parts, shards).write(x, new)
 
 
 def read_moment(x: Stored, i: LayerIndex, parts: int, shards: Shards | None) -> Stored:
@@ -86,22 +90,18 @@ def write_moment(
 
 
 def _page(
-    x: Array | np.ndarray,
-    i: LayerIndex,
-    size: int,
-    parts: int | None,
-    shards: Shards | None,
+    i: LayerIndex, size: int, parts: int | None, shards: Shards | None
 ) -> StackPage:
     # Weights are prefetched. In a loop XLA may fetch them long before, during an
     # embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1). Shards are small.
     prefetched = parts is None and shards is None
     at_once = prefetched or is_traced(i) or not GPU_FETCHES_AHEAD
-    return StackPage.create(x, i, size, at_once, shards)
+    return StackPage(i, size, at_once, shards)
 
 
 def _scales(i: LayerIndex, size: int) -> StackPage:
     # Scales are on the device while layers are updated; see `LayeredState`.
-    return StackPage(i, size, on_host=False, pieces=1)
+    return StackPage(i, size, at_once=True)
 
 
 def over_layers(
@@ -183,4 +183,4 @@ def written_back(
             for x, new in zip(stacks, slices, strict=True)
         ], slices
 
-    return on_tpu(write, (stacks, slices))
+    return on_platforms("tpu", write, (stacks, slices))

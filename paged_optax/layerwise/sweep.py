@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.platforms import on_cpu
+from paged_optax.backend.platforms import on_platforms
 from paged_optax.layerwise.clipping import sum_dtype
 from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.forward import (
@@ -141,7 +141,9 @@ class BackwardPass:
             slices = slices[: len(stacks)]
             # XLA:CPU would fuse the products into the update, and copy the stacks.
             values = gradients, slices, cts
-            gradients, slices, cts = on_cpu(lax.optimization_barrier, values)
+            gradients, slices, cts = on_platforms(
+                "cpu", lax.optimization_barrier, values
+            )
             gradients, cts, prefetched = _with_prefetched(gradients, cts, prefetched)
             inner, new = visit(inner, i, slices, gradients)
             if all(a is b for a, b in zip(new, slices, strict=True)):

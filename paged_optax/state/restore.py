@@ -27,7 +27,7 @@ from paged_optax.backend.types import (
     is_committed,
 )
 from paged_optax.backend.validation import check_arrays, check_transformation
-from paged_optax.codecs import is_codes_field
+from paged_optax.codecs.identity import is_codes_field
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import Visitor, within

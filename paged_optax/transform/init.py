@@ -40,7 +40,6 @@ from paged_optax.backend.types import (
     is_explicit,
     is_traced,
     typed_automatic,
-    varying_axes,
     with_automatic_axes,
     without_explicit_axes,
 )
@@ -283,7 +282,6 @@ class NewState:
             codec=codec,
             host=not on_device,
             shards=stored.shards,
-            axes=varying_axes(leaf.avals),
         )
         return [new]
 

@@ -30,10 +30,8 @@ from paged_optax.backend.types import (
     is_traced,
     shape_dtype,
 )
-from paged_optax.codecs import (
-    Codec,
-    Quantized,
-    arranged,
+from paged_optax.codecs import Codec, Quantized, arranged
+from paged_optax.codecs.identity import (
     codec_fields,
     codes_field,
     of_one_part,

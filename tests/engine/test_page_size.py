@@ -16,6 +16,7 @@ from helpers.programs import square
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import buffers, loop, stream
+from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.sharing import MomentFormat, cut
 
 # All of them: `in_one_page` keeps for one test what another compiled.
@@ -44,8 +45,8 @@ def on_tiles(monkeypatch):
     """Takes a TPU's pages on the CPU, which lays its arrays out otherwise."""
     run = lambda run, geometry: functools.partial(run, geometry.tpu)
     monkeypatch.setattr(stream, "_by_backend", run)
-    of = _without_layouts(stream.PagedArray.create)
-    monkeypatch.setattr(stream.PagedArray, "create", of)
+    of = _without_layouts(PagedArray.create)
+    monkeypatch.setattr(PagedArray, "create", of)
     jax.clear_caches()
     yield
     monkeypatch.undo()
@@ -62,7 +63,7 @@ def _without_layouts(make):
     def of(x, pages, codec, on_host, leaf_count=1):
         made = make(x, pages, codec, on_host, leaf_count)
         parts = tuple(PagedBuffer(**vars(part)) for part in made.parts)
-        return stream.PagedArray(made.codec, parts)
+        return PagedArray(made.codec, parts)
 
     return of
 
