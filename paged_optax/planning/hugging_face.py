@@ -5,8 +5,6 @@ The files are untrusted: they are read within bounds and checked field by field.
 
 import json
 import pathlib
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -65,33 +63,26 @@ class Fields:
         return value
 
 
-class _Defaults(NamedTuple):
-    """Defaults of transformers' class for a `model_type`; None: as many as heads."""
-
-    tied: bool = False
-    key_heads: int | None = None
-    head: int | None = None
-    norms: int = 2
-    sizes: Mapping[str, int] = {}  # of other fields
-
-
-# `gemma-3-4b-it` states two of these.
-_GEMMA3 = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "vocab_size": 262_208,
-}
-#: Decoders with gated feed-forward layers, as in transformers 5.24.
-_DEFAULTS = {
-    "llama": _Defaults(),
-    "mistral": _Defaults(key_heads=8),
-    "qwen2": _Defaults(key_heads=32),
-    "qwen3": _Defaults(key_heads=32, head=128),
-    "gemma": _Defaults(True, 16, 256),
-    "gemma2": _Defaults(True, 4, 256, 4),
-    "gemma3_text": _Defaults(True, 4, 256, 4, _GEMMA3),
+_GEMMA = {"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256}
+_GEMMA2 = _GEMMA | {"num_key_value_heads": 4}
+#: Decoders with gated feed-forward layers: the fields' defaults, as in transformers
+#: 5.24. Absent ones follow from the number of heads.
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    # `gemma-3-4b-it` states two of these.
+    "gemma3_text": {
+        **_GEMMA2,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "vocab_size": 262_208,
+    },
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -106,9 +97,7 @@ def config_heads(path: pathlib.Path) -> int | None:
     if not path.is_file():
         return None
     fields, name = _decoder_fields(path), "num_attention_heads"
-    default = _DEFAULTS.get(str(fields.entries.get("model_type")), _Defaults())
-    known = name in fields.entries or name in default.sizes
-    return fields.number(name, default.sizes.get(name)) if known else None
+    return fields.number(name) if name in fields.entries else None
 
 
 def _decoder_fields(path: pathlib.Path) -> Fields:
@@ -116,7 +105,12 @@ def _decoder_fields(path: pathlib.Path) -> Fields:
     fields = Fields(path)
     part, kind = fields.entries.get("text_config"), fields.entries.get("model_type")
     if isinstance(part, dict) and part.get("model_type") == f"{kind}_text":
-        fields.entries = fields.entries | part
+        fields.entries |= part
+    # transformers distinguishes an absent field from null for the heads of keys alone.
+    heads = "num_key_value_heads"
+    stated = {n: x for n, x in fields.entries.items() if x is not None or n == heads}
+    defaults = _DEFAULTS.get(str(fields.entries.get("model_type")), {})
+    fields.entries = defaults | stated
     return fields
 
 
@@ -133,19 +127,14 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         hint = "other models: --module, or their weights"
         raise fields.wrong("model_type", f"one of {', '.join(_DEFAULTS)}; {hint}")
-    default = _DEFAULTS[kind]
-    size = lambda name: fields.number(name, default.sizes.get(name))
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    # transformers distinguishes an absent field from null.
-    absent = None if "num_key_value_heads" in entries else default.key_heads
-    key_heads = fields.number("num_key_value_heads", absent or heads)
-    head = fields.number("head_dim", default.head or hidden // heads)
-    tied = entries.get("tie_word_embeddings", default.tied)
+    hidden, heads = map(fields.number, ("hidden_size", "num_attention_heads"))
+    head = fields.number("head_dim", hidden // heads)
+    tied = entries.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise fields.wrong("tie_word_embeddings", "true or false")
-    name = "torch_dtype" if entries.get("dtype") is None else "dtype"
-    dtype = entries.get(name)
-    if dtype is not None and dtype not in _DTYPES:
+    name = "dtype" if "dtype" in entries else "torch_dtype"
+    dtype = entries.get(name, "float32")
+    if dtype not in _DTYPES:
         raise fields.wrong(name, f"one of {', '.join(_DTYPES)}")
     if entries.get("quantization_config"):
         warn_user(
@@ -155,11 +144,11 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     return Decoder(
         hidden,
         heads * head,
-        key_heads * head,
-        size("intermediate_size"),
-        size("num_hidden_layers"),
-        size("vocab_size"),
+        fields.number("num_key_value_heads", heads) * head,
+        fields.number("intermediate_size"),
+        fields.number("num_hidden_layers"),
+        fields.number("vocab_size"),
         tied,
-        str(dtype or "float32"),
-        default.norms,
+        str(dtype),
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
     ).shapes()

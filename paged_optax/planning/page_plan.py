@@ -1,5 +1,6 @@
 """`plan`: the placement of moments and the traffic of a step, without allocating."""
 
+import collections
 import dataclasses
 from collections.abc import Hashable, Mapping
 
@@ -70,16 +71,13 @@ def fully_sharded(
 
     def shard(x: ArrayOrShape, stacked: bool) -> NamedSharding:
         axes: list[tuple[str, ...]] = [()] * len(x.shape)
-        left, first = list(x.shape), int(stacked)
+        left = list(x.shape)
         for name, size in mesh.shape.items():
-            # The first of equally long dimensions.
-            longest = max(
-                ((n, -i) for i, n in enumerate(left) if i >= first and n % size == 0),
-                default=None,
-            )
-            if longest is not None:
-                i = -longest[1]
-                axes[i], left[i] = (*axes[i], name), left[i] // size
+            divisible = [i for i in range(stacked, len(left)) if left[i] % size == 0]
+            if divisible:
+                longest = max(divisible, key=left.__getitem__)
+                axes[longest] += (name,)
+                left[longest] //= size
         return NamedSharding(mesh, spec_of_axes(axes))
 
     leaves, structure = jax.tree.flatten(params)
@@ -126,12 +124,21 @@ class PagePlan:
     @property
     def arrays_on_host(self) -> tuple[int, ...]:
         """Bytes of each array of moments in host memory, in the order of `init`."""
-        return tuple(x.bytes for x in self.moments if x.on_host)
+        return tuple(x.bytes for x in self._paged)
+
+    @property
+    def _paged(self) -> list[Moment]:
+        return [x for x in self.moments if x.on_host]
+
+    @property
+    def _sharing(self) -> int:
+        """Devices of the mesh that share a host's memory."""
+        return min(self.devices, self.devices_per_host)
 
     @property
     def bytes_per_host(self) -> int:
         """Bytes of moments in the memory of one host, of all its devices."""
-        return self.host_bytes * min(self.devices, self.devices_per_host)
+        return self.host_bytes * self._sharing
 
     @property
     def save_bytes(self) -> int:
@@ -141,7 +148,7 @@ class PagePlan:
         copied to the host. Compression takes up to as many bytes again, see the guide.
         """
         copied = self.parameter_bytes // self.devices + self.device_bytes
-        return self.bytes_per_host + copied * min(self.devices, self.devices_per_host)
+        return self.bytes_per_host + copied * self._sharing
 
     @property
     def scratch_bytes(self) -> int:
@@ -152,11 +159,9 @@ class PagePlan:
         own figures.
         """
         # Moments with equal numbers share a loop.
-        in_flight: dict[int, int] = {}
-        for x in self.moments:
-            if x.on_host:
-                size = x.in_flight * x.page_bytes + 2 * x.beside
-                in_flight[x.leaf] = in_flight.get(x.leaf, 0) + size
+        in_flight = collections.Counter[int]()
+        for x in self._paged:
+            in_flight[x.leaf] += x.in_flight * x.page_bytes + 2 * x.beside
         return max(in_flight.values(), default=0)
 
     @property
@@ -173,15 +178,14 @@ class PagePlan:
         """
         bytes_moved = sum(
             x.bytes * (x.pages + 1 if x.bidirectional else 2 * x.pages) / x.pages
-            for x in self.moments
-            if x.on_host
+            for x in self._paged
         )
         return bytes_moved / (self.link_gigabytes_per_second * 1e9)
 
     @property
     def latency_seconds(self) -> float:
         """Seconds of the pages' latency a step, at most: leaves share loops."""
-        return self.page_latency * sum(x.pages for x in self.moments if x.on_host)
+        return self.page_latency * sum(x.pages for x in self._paged)
 
     @property
     def free_from(self) -> int | None:
@@ -191,29 +195,30 @@ class PagePlan:
         """
         if self.teraflops is None or not self.parameters:
             return None
-        seconds = self.host_bytes / (self.link_gigabytes_per_second * 1e9)
-        bidirectional = all(x.bidirectional for x in self.moments if x.on_host)
-        seconds *= 1 if bidirectional else 2
+        directions = 1 if all(x.bidirectional for x in self._paged) else 2
+        rate = self.link_gigabytes_per_second * 1e9
+        seconds = directions * self.host_bytes / rate
         return free_from(self.parameters, seconds, self.teraflops)
 
     def __str__(self) -> str:
         # Moments with equal cells share a row.
-        groups: dict[Hashable, list[Moment]] = {}
+        groups = collections.defaultdict[Hashable, list[Moment]](list)
         for x in self.moments:
-            key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes, x.stays)
-            groups.setdefault(key, []).append(x)
+            key = x.shape, x.dtype, x.on_host, x.pages, x.page_bytes, x.stays
+            groups[key].append(x)
         rows = []
         for group in sorted(groups.values(), key=lambda g: -sum(x.bytes for x in g)):
-            first, *remaining = group
-            path = f"{first.path} +{len(remaining)}" if remaining else first.path
-            shape = "x".join(map(str, first.shape)) or "scalar"
-            where, pages = "device", first.stays
-            if first.on_host:
-                where = "host"
-                pages = f"{first.pages} x {readable_bytes(first.page_bytes)}"
-            codec = first.dtype.partition("(")[0]  # its name
-            size = readable_bytes(sum(x.bytes for x in group))
-            rows.append((path, shape, codec, where, pages, size))
+            first, *others = group
+            pages = f"{first.pages} x {readable_bytes(first.page_bytes)}"
+            rows.append(
+                (
+                    f"{first.path} +{len(others)}" if others else first.path,
+                    "x".join(map(str, first.shape)) or "scalar",
+                    first.dtype.partition("(")[0],  # the name of a codec
+                    *(("host", pages) if first.on_host else ("device", first.stays)),
+                    readable_bytes(sum(x.bytes for x in group)),
+                )
+            )
         rate = self.link_gigabytes_per_second
         totals = [
             ("moments on the device", readable_bytes(self.device_bytes)),
@@ -229,8 +234,7 @@ class PagePlan:
         title = "total"
         if self.devices > 1:
             title = f"each of {self.devices} devices"
-            sharing = min(self.devices, self.devices_per_host)
-            label = f"moments on a host of {sharing} devices"
+            label = f"moments on a host of {self._sharing} devices"
             totals.append((label, readable_bytes(self.bytes_per_host)))
         totals.append(("host memory at a save", readable_bytes(self.save_bytes)))
         labels = ("moments", "shape", "dtype", "where", "pages", "bytes")
@@ -319,16 +323,14 @@ def plan(
     check_count("devices_per_host", devices_per_host, 1)
     check_even(params)
     if mesh is not None:
-        params = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(
-                x.shape,
-                x.dtype,
-                sharding=x.sharding if Shards.of_array(x) else sharding,
-            ),
-            params,
-            fully_sharded(params, mesh),
+        sharded = lambda x, sharding: (
+            x
+            if Shards.of_array(x)
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         )
-    shards = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
+        params = jax.tree.map(sharded, params, fully_sharded(params, mesh))
+    leaves = jax.tree.leaves(params)
+    shards = filter(None, map(Shards.of_array, leaves))
     devices = max((x.mesh.size for x in shards), default=1)
     moments: list[Moment] = []
     for state in recorded(tx, params):
@@ -340,7 +342,7 @@ def plan(
         link,
         devices,
         int(devices_per_host),
-        sum(x.size for x in jax.tree.leaves(params)),
+        sum(x.size for x in leaves),
         products,
         nbytes(params),
         unified_memory,

@@ -15,7 +15,7 @@ class Ways:
 
     resident: PagePlan  # all moments on the device
     exact: PagePlan  # moments on the host, without a codec
-    coded_plan: PagePlan  # in the codec, if there is one
+    coded: PagePlan  # in the codec, if there is one
     codec: str  # after a comma; empty without a codec
     layers: Layers | None  # None: no step can be layerwise
     activations: ActivationBytes | None  # None: not counted
@@ -35,10 +35,11 @@ class Ways:
         )
         yield self._ordinary("paged", self.exact)
         if self.codec:
-            yield self._ordinary(f"paged{self.codec}", self.coded_plan)
+            yield self._ordinary(f"paged{self.codec}", self.coded)
         if self.layers is not None:
             yield from self._by_layers(self.layers)
-            yield from self._by_adapters(self.layers)
+            if self.adapters is not None:
+                yield from self._by_adapters(self.layers, self.adapters)
 
     def _seconds(self, moved: int) -> float:
         return moved / (self.exact.link_gigabytes_per_second * 1e9)
@@ -51,20 +52,13 @@ class Ways:
         """Bytes that each of several devices gathers."""
         return size * (self.devices > 1)
 
-    def _footprint(
-        self, way: str, gradients: int, plan: PagePlan, **other: int | float
-    ) -> Footprint:
-        row = Footprint(
-            way,
-            self._part(self.exact.parameter_bytes),
-            gradients,
-            plan.device_bytes,
-            plan.scratch_bytes,
-            plan.link_seconds,
-            moved=plan.link_bytes,
-            arrays=plan.arrays_on_host * self.devices,
-        )
-        return dataclasses.replace(row, **other)
+    def _footprint(self, way: str, plan: PagePlan, **fields: int | float) -> Footprint:
+        """A row of an ordinary step with these moments, apart from other fields."""
+        weights = self._part(self.exact.parameter_bytes)
+        sizes = weights, weights, plan.device_bytes, plan.scratch_bytes
+        arrays = plan.arrays_on_host * self.devices
+        row = Footprint(way, *sizes, plan.link_seconds, plan.link_bytes, arrays=arrays)
+        return dataclasses.replace(row, **fields)
 
     def _counted(
         self, row: Footprint, at_head: int, in_layers: int, waits: bool = False
@@ -81,18 +75,16 @@ class Ways:
         peak = retained.saved + max(at_head + retained.head, in_layers + layer)
         return dataclasses.replace(row, activations=max(0, peak - row.device))
 
-    def _ordinary(self, way: str, plan: PagePlan, **other: int | float) -> Footprint:
-        gradients = self._part(self.exact.parameter_bytes)
-        row = self._footprint(way, gradients, plan, **other)
-        if self.layers is not None:  # of one layer, weights and gradients
-            gathered = self._whole(2 * self.layers.largest)
-            row = dataclasses.replace(row, scratch=row.scratch + gathered)
+    def _ordinary(self, way: str, plan: PagePlan, **fields: int | float) -> Footprint:
+        row = self._footprint(way, plan, **fields)
         # Moments on the host stay there until the update. The stacked gradients are
         # allocated at the start of the layers' backward pass.
         at_head = row.parameters + plan.device_bytes
-        if self.layers is not None:
+        if self.layers is not None:  # weights and gradients of one layer are gathered
+            scratch = row.scratch + self._whole(2 * self.layers.largest)
+            row = dataclasses.replace(row, scratch=scratch)
             at_head += self._whole(self.layers.largest_of_rest)
-        return self._counted(row, at_head, at_head + gradients)
+        return self._counted(row, at_head, at_head + row.gradients)
 
     def _moment_bytes(self, size: int) -> int:
         return self.resident.device_bytes * size // max(1, self.exact.parameter_bytes)
@@ -100,39 +92,36 @@ class Ways:
     def _by_layers(self, layers: Layers) -> Iterator[Footprint]:
         """Weights on the device, of the layers on the host, and all on the host."""
         one, rest, other = layers.largest, layers.rest, layers.largest_of_rest
-        plan, forward = self.coded_plan, self.activations and self.activations.forward
         # A layer's moments are transferred while its gradients are computed, in float32
         # or in the parameters' dtype.
         moments = self._moment_bytes(one)
         scratch = one + moments
-        way = f"{LAYERWISE}{self.codec}"
-        seconds = self._seconds(plan.link_bytes)
-        gradients = one + self._part(rest)
         row = self._footprint(
-            way, gradients, plan, scratch=scratch, link_seconds=seconds
+            f"{LAYERWISE}{self.codec}",
+            self.coded,
+            gradients=one + self._part(rest),
+            scratch=scratch,
+            link_seconds=self._seconds(self.coded.link_bytes),
         )
         # Several devices gather a layer, and the head or the embedding.
-        gathered = self._whole(other)
-        at_head = row.parameters + row.moments + one + gathered
+        beside = row.moments + one + self._whole(other)
+        at_head = row.parameters + beside
         yield self._counted(row, at_head, at_head + scratch, waits=True)
 
         # Each layer's weights are read in the forward and the backward pass, and
         # written. The layers are stacked before the moments are allocated.
-        stacks = layers.count * one
-        arrays = *(layers.count * nbytes(x) for _, x in layers.one), *row.arrays
-        moved = self._part(stacks) * 3
-        row = dataclasses.replace(
+        row = self._moving(
             row,
-            way=f"{way}, weights on host",
+            3 * self._part(layers.count * one),
+            way=f"{LAYERWISE}{self.codec}, weights on host",
             parameters=self._part(rest) + one,
-            arrays=arrays,
-            link_seconds=row.link_seconds + self._seconds(moved),
-            moved=row.moved + moved,
+            arrays=(*(layers.count * nbytes(x) for _, x in layers.one), *row.arrays),
         )
-        at_head = row.parameters + row.moments + one + gathered
+        at_head = row.parameters + beside
         # The last layer's forward pass is outside the loop of the others. XLA reuses it
         # in the backward pass and keeps its intermediates, beside the layer's moments.
-        early = at_head + moments + (forward or 0)
+        forward = self.activations.forward if self.activations else 0
+        early = at_head + moments + forward
         yield self._counted(row, early, at_head + scratch, waits=True)
         if not rest:
             return
@@ -142,54 +131,53 @@ class Ways:
         # waits on the host. In its update the device holds that parameter, the update
         # and its pages, beside the workspace. The sum of parameter and update has
         # sixteen parts, two of them in flight.
-        pages = min(plan.scratch_bytes, self._moment_bytes(other))
+        pages = min(self.coded.scratch_bytes, self._moment_bytes(other))
         in_update = other, one + other, pages + other // 8
         parameters, gradients, maximum = max((one, one, scratch), in_update, key=sum)
-        moved = self._part(4 * rest + 2 * other)
-        outside = (nbytes(x) for _, x in layers.remaining)
-        row = dataclasses.replace(
+        row = self._moving(
             row,
-            way=f"{way}, all on host",
+            self._part(4 * rest + 2 * other),
+            way=f"{LAYERWISE}{self.codec}, all on host",
             parameters=parameters,
             gradients=gradients,
             scratch=maximum,
-            arrays=(*outside, *arrays, other),
-            link_seconds=row.link_seconds + self._seconds(moved),
-            moved=row.moved + moved,
+            arrays=(*(nbytes(x) for _, x in layers.remaining), *row.arrays, other),
         )
         # The head's gradient is copied to the host before the layers' backward pass.
         layer = row.moments + one
         yield self._counted(row, layer + other, layer + one + scratch)
 
-    def _by_adapters(self, layers: Layers) -> Iterator[Footprint]:
+    def _by_adapters(self, layers: Layers, plan: PagePlan) -> Iterator[Footprint]:
         """LoRA and QLoRA with their weights on the device, and of layers on the host.
 
         QLoRA's matrices have four bits a value, and 32 for each block of 64.
         """
-        if (plan := self.adapters) is None:
-            return
         full, rest = layers.largest, layers.rest
         matrices = [x for _, x in layers.one if len(x.shape) > 1]
         coded = full - nbytes(matrices) + sum(x.size for x in matrices) * 9 // 16
         trained = 4 * plan.parameters
         for name, one, unpacked in (("LoRA", full, 0), ("QLoRA", coded, full)):
+            stacks = layers.count * one
             row = self._footprint(
                 f"{LAYERWISE} {name}",
-                trained // layers.count,
                 plan,
-                parameters=self._part(layers.count * one + rest + trained),
+                parameters=self._part(stacks + rest + trained),
+                gradients=trained // layers.count,
                 scratch=plan.scratch_bytes + one + unpacked,
             )
-            stacks = layers.count * one
-            moved = 2 * self._part(stacks)  # for the forward and the backward pass
-            on_host = dataclasses.replace(
+            on_host = self._moving(
                 row,
+                2 * self._part(stacks),  # for the forward and the backward pass
                 way=f"{row.way}, weights on host",
                 parameters=self._part(rest + trained) + one,
                 arrays=(stacks, *row.arrays),
-                link_seconds=row.link_seconds + self._seconds(moved),
-                moved=row.moved + moved,
             )
             for way in (row, on_host):
                 at_head = way.parameters + self._whole(rest)
                 yield self._counted(way, at_head, at_head + way.gradients + way.scratch)
+
+    def _moving(self, row: Footprint, moved: int, **fields: object) -> Footprint:
+        """A row that transfers more bytes."""
+        seconds = row.link_seconds + self._seconds(moved)
+        moved += row.moved
+        return dataclasses.replace(row, moved=moved, link_seconds=seconds, **fields)
