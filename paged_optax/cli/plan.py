@@ -2,8 +2,12 @@
 
 import argparse
 import dataclasses
+import inspect
 import pathlib
+import re
+import typing
 import warnings
+from typing import Any
 
 import jax
 import optax
@@ -14,7 +18,6 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import readable_bytes
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import floating_dtype
-from paged_optax.planning.cards import CARDS
 from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.hugging_face import config_heads
 from paged_optax.planning.models import (
@@ -30,52 +33,39 @@ _OPTIMIZERS = (
     "adamw adam nadamw ademamix lion sgd rmsprop adagrad lamb lars adafactor muon"
 ).split()
 
-# The option and the value's name, and the help.
-_MODELS = {
-    "--params SIZE": "a decoder in the proportions of Llama 3 with this many"
-    f" parameters, such as 8B; or one of {', '.join(DECODERS)}",
-    "--module PACKAGE.MODULE:FUNCTION": "a function that makes a Flax NNX module, a"
-    " Linen module and its inputs, or parameters",
-    "--checkpoint PATH": "a .safetensors file; config.json of Hugging Face; a folder"
-    " with either; an Orbax checkpoint",
-}
-_OPTIONS = {
-    "--device-memory BYTES": "such as 24GiB (default: the card's; one of both is"
-    " needed)",
-    "--card NAME": f"one of {', '.join(CARDS)}: the default of --device-memory, --link"
-    " and --teraflops",
-    "--host-memory BYTES": "such as 12GiB: counted too (default: not counted)",
-    "--dtype DTYPE": "of the parameters (default: bfloat16, or the model's)",
-    "--codec NAME": "of the moments, such as dynamic_int8 (default: none)",
-    "--master-dtype DTYPE": "of master weights, such as float32",
-}
-_RATES = {
-    "--link": "link rate in one direction, in 10^9 bytes a second: about 12 for PCIe 3"
-    " x16, 25 for 4, 50 for 5 (default: the card's, or 25)",
-    "--teraflops": "rate of products in training: says from how many tokens a step the"
-    " link is free (default: 30%% to 60%% of the card's)",
-}
-_COUNTS = {
-    "--devices": "devices of one machine that divide the model (default: 1)",
-    "--rank": "rows of an adapter, in the rows of LoRA and QLoRA (default: 16)",
-    "--batch": "sequences of a step",
-    "--length": "tokens of a sequence",
-    "--heads": "attention heads (default: the model's)",
-}
-_FLAGS = {
-    "--fused-head": "the loss uses linear_cross_entropy, without logits",
-    "--unified-memory": "device and host are one memory, whose bytes add up",
+#: The keyword arguments of `what_fits`, which are options.
+_ARGUMENTS = {
+    name: parameter
+    for name, parameter in inspect.signature(what_fits).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
+    """Declares the arguments: the model, the optimizer, and those of `what_fits`."""
     model = parser.add_argument_group("the model: one of")
     model = model.add_mutually_exclusive_group(required=True)
-    for group, args in ((model, _MODELS), (parser, _OPTIONS)):
-        for name, text in args.items():
-            option, metavar = name.split()
-            group.add_argument(option, metavar=metavar, help=text)
+    model.add_argument(
+        "--params",
+        metavar="SIZE",
+        help="a decoder in the proportions of Llama 3 with this many parameters, such"
+        f" as 8B; or one of {', '.join(DECODERS)}",
+    )
+    model.add_argument(
+        "--module",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="a function that makes a Flax NNX module, a Linen module and its inputs,"
+        " or parameters",
+    )
+    model.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="a .safetensors file; config.json of Hugging Face; a folder with either;"
+        " an Orbax checkpoint",
+    )
+    parser.add_argument(
+        "--dtype", help="of the parameters (default: bfloat16, or the model's)"
+    )
     aliases = [x for x in paged_optax.__all__ if x.startswith("paged_")]
     parser.add_argument(
         "--optimizer",
@@ -84,20 +74,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[*_OPTIMIZERS, *aliases],
         help=f"{', '.join(_OPTIMIZERS)}, or an alias such as paged_adamw_8bit",
     )
-    for kind, metavar, args in ((float, "RATE", _RATES), (int, "N", _COUNTS)):
-        for name, text in args.items():
-            parser.add_argument(name, metavar=metavar, type=kind, help=text)
-    parser.set_defaults(devices=1, rank=16)
-    parser.add_argument(
-        "--master-remainders",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="int8",
-        help="master weights as remainders of bfloat16: 2 bytes each, 1 in int8",
-    )
-    for name, text in _FLAGS.items():
-        parser.add_argument(name, action="store_true", help=text)
+    text = inspect.getdoc(what_fits) or ""  # none with `python -OO`
+    documented = dict(re.findall(r"^  (\w+): (.+(?:\n    .+)*)", text, re.MULTILINE))
+    plain = str.maketrans({"%": "%%", "`": ""})
+    for name, parameter in _ARGUMENTS.items():
+        kinds = {parameter.annotation, *typing.get_args(parameter.annotation)}
+        flag: dict[str, Any] = {"action": "store_const", "const": True}
+        value = {"metavar": name.upper(), "type": float if float in kinds else int}
+        if str in kinds:
+            value["type"] = str
+            flag = value | {"nargs": "?", "const": True}
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            default=parameter.default,
+            help=documented.get(name, "").translate(plain).replace("None:", "default:"),
+            **(flag if bool in kinds else value),
+        )
+    parser.set_defaults(rank=16)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,25 +105,13 @@ def run(options: argparse.Namespace) -> int:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         params = _shapes(options)
-    footprints = what_fits(
-        params,
-        getattr(module, optimizer)(float(RATE), **momentum),
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        devices=options.devices,
-        rank=options.rank,
-        card=options.card,
-        batch=options.batch,
-        length=options.length,
-        codec=options.codec or ("dynamic_int8" if bits == "8bit" else None),
-        master_dtype=options.master_dtype,
-        master_remainders=options.master_remainders,
-        link_gigabytes_per_second=options.link,
-        teraflops=options.teraflops,
-        heads=_heads(options),
-        fused_head=options.fused_head,
-        unified_memory=options.unified_memory or None,
-    )
+    arguments = {name: getattr(options, name) for name in _ARGUMENTS}
+    if bits == "8bit" and options.codec is None:
+        arguments["codec"] = "dynamic_int8"
+    if options.heads is None and options.batch is not None:
+        arguments["heads"] = _heads(options)
+    inner = getattr(module, optimizer)(float(RATE), **momentum)
+    footprints = what_fits(params, inner, **arguments)
     momentum = ", momentum=0.9" if momentum else ""
     footprints = dataclasses.replace(
         footprints,
@@ -150,9 +131,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _heads(options: argparse.Namespace) -> int | None:
-    """Attention heads: stated, or of the model's name or `config.json`."""
-    if options.heads is not None or options.batch is None:
-        return options.heads
+    """Attention heads of the model's name or `config.json`."""
     if options.params is not None:
         return find_decoder(options.params).heads
     if options.checkpoint is not None:

@@ -90,12 +90,14 @@ def what_fits(
       card: A card's name, such as `"rtx4090"`: default of the memory and the rates.
       batch: Sequences of a step; None: activations are not counted.
       length: Tokens of a sequence.
-      codec: Codec of the moments, as in `paged`.
-      master_dtype: As in `paged`.
-      master_remainders: As in `paged`.
-      page_size: As in `paged`.
+      codec: Codec of the moments, such as `"dynamic_int8"`, as in `paged`.
+      master_dtype: Dtype of master weights, such as `"float32"`, as in `paged`.
+      master_remainders: Master weights as remainders of bfloat16, of 2 bytes each, or 1
+        byte with `"int8"`, as in `paged`.
+      page_size: Bytes of a page, such as `"16MiB"`, as in `paged`.
       link_gigabytes_per_second: Link rate between host and device in one direction, in
-        10^9 bytes a second; None: the card's, or 25.
+        10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50). None: the card's, or
+        25.
       teraflops: Rate of matrix products in training, in 10^12 operations a second;
         None: 30% to 60% of the card's. A note then states from how many tokens a step
         the link costs no time.
