@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.flax_variables import unflatten_like
+from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.text import dtype_and_shape, key_names, path_name
 from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.user_warnings import warn_user
@@ -35,6 +35,7 @@ from paged_optax.state.leaves import (
     read_step,
     state_leaves_of,
 )
+from paged_optax.transform.trees import leaf_paths
 
 #: bitsandbytes' number of each of Optax's moments, and the position in its array.
 _FIELDS: dict[str, tuple[str, int | None]] = {
@@ -87,8 +88,8 @@ def to_bitsandbytes(
     """
     state_leaves = state_leaves_of(state, shapes=False)
     check_arrays("params", params)
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    shapes = {key_names(path): x.shape for path, x in flat}
+    paths, leaves = leaf_paths(as_pure(params))
+    shapes = dict(zip(map(key_names, paths), map(jnp.shape, leaves), strict=True))
     entries: dict[KeyPath, dict[str, list[np.ndarray]]] = {}
     for leaf in state_leaves:
         if _is_readable(leaf):

@@ -4,18 +4,18 @@ Optax keeps moments in trees of the parameters' structure, in the fields of name
 called `...State`. The structure alone therefore gives each leaf its parameter; where
 the parameters are at hand, `paged_optax.transform.trees` compares paths instead.
 
-A path is `"blocks/0/attn/q/kernel"`, the keys joined by `/`, or JAX's key path. It may
-lead to a group of parameters; functions of one parameter accept a group of one (Flax's
-`.../kernel/value`). A string that several groups match is refused: keys may contain
-`/`, and only key paths are unique.
+A path is `"blocks/0/attn/q/kernel"`, the keys joined by `/`, or JAX's key path, with or
+without the `value` of a Flax variable. It may lead to a group of parameters; functions
+of one parameter accept a group of one. A string that several groups match is refused:
+keys may contain `/`, and only key paths are unique.
 """
 
+import collections
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
-import jax
 from jax import Array
 from jaxtyping import Int, PyTree
 
@@ -31,6 +31,7 @@ from paged_optax.backend.types import (
 )
 from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized
+from paged_optax.transform.trees import leaf_paths
 
 #: Trees of settings that `optax.inject_hyperparams` keeps.
 SETTINGS = ("hyperparams", "hyperparams_states")
@@ -110,10 +111,8 @@ def state_fields(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Py
     if not _is_state(node):
         yield path, node
         return
-    children, _ = jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda x: x is not node
-    )
-    for key_path, child in children:
+    children = leaf_paths(node, lambda x: x is not node)
+    for key_path, child in zip(*children, strict=True):
         if _holds_states(node, key_path):
             yield from state_fields(child, (*path, *key_path))
         else:
@@ -123,32 +122,19 @@ def state_fields(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Py
 def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
     """Returns the leaves of a state in order; `shapes` admits `ShapeDtypeStruct`s."""
     check_arrays("state", state, shapes=shapes)
-    fields = [*state_fields(state)]
+    fields = [*state_fields(as_pure(state))]
     if isinstance(state, (dict, list)) and not any(path for path, _ in fields):
-        flat, _ = jax.tree_util.tree_flatten_with_path(state)
-        if any(not _FIELDS.isdisjoint(key_names(path)) for path, _ in flat):
+        if any(not _FIELDS.isdisjoint(key_names(x)) for x in leaf_paths(state)[0]):
             raise ValueError(
                 f"state is a {type(state).__name__} without Optax's states inside, as a"
                 " restore without a target makes it: put it into their containers"
                 " first, by paged_optax.place_state(tx, state, params)."
             )
     return [
-        StateLeaf(path[:-1], path_name(path[-1:]), parameter, as_pure(value))
+        StateLeaf(path[:-1], path_name(path[-1:]), parameter, value)
         for path, field in fields
-        for parameter, value in _moments_by_path(field)
+        for parameter, value in zip(*leaf_paths(field, is_quantized), strict=True)
     ]
-
-
-def _moments_by_path(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
-    if jax.tree_util.all_leaves([as_pure(field)], is_leaf=is_quantized):
-        return [((), field)]  # a count, in a Flax variable or not
-    flat, _ = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)
-    # JAX's paths lead through a variable's `value`, except where codes are inside.
-    value = jax.tree_util.GetAttrKey("value")
-    boxed = lambda x: (
-        is_quantized(x) and jax.tree.structure(x) != jax.tree.structure(as_pure(x))
-    )
-    return [((*path, value) if boxed(x) else path, x) for path, x in flat]
 
 
 def pageable(state_leaves: Iterable[StateLeaf]) -> list[bool]:
@@ -171,22 +157,25 @@ class Parameters:
     """Parameters, indexed by the paths of their groups; `where` is for messages."""
 
     def __init__(self, paths: Iterable[KeyPath], where: str = "the state"):
-        self._where = where
-        self._groups: dict[tuple[str, ...], list[KeyPath]] = {}
-        for path in dict.fromkeys(paths):
+        self._where, self._paths = where, [*dict.fromkeys(paths)]
+        self._groups = collections.defaultdict[tuple[str, ...], list[KeyPath]](list)
+        for path in self._paths:
             names = key_names(path)
             for n in range(len(names) + 1):
-                self._groups.setdefault(names[:n], []).append(path)
+                self._groups[names[:n]].append(path)
 
     def group(self, path: Path) -> list[KeyPath]:
         """Returns the parameters that a path leads to; raises if there are none."""
         if isinstance(path, tuple):
-            group = self._groups.get(key_names(path), [])
+            names = key_names(path)
+            group = self._groups.get(names) or (
+                self._groups.get(names[:-1]) if names[-1:] == ("value",) else None
+            )
         else:
-            group = self._matching(path)
+            group = self._matching(path) or self._matching(path.removesuffix("/value"))
         if group:
             return group
-        names = [path_name(x) for x in self._groups.get((), ())]
+        names = [*map(path_name, self._paths)]
         close = difflib.get_close_matches(path_name(path), names, n=3, cutoff=0.3)
         close = ", ".join(map(repr, close or names[:3]))
         raise ValueError(
@@ -224,8 +213,7 @@ class Parameters:
                 return list(group)
         # Groups in names joined before, as by Flax's `flatten_dict`.
         begins = f"{path}/", f"{path.strip('/')}/"
-        every = self._groups.get((), ())
-        return [x for x in every if path_name(x).startswith(begins)]
+        return [x for x in self._paths if path_name(x).startswith(begins)]
 
 
 def parameters_of(state_leaves: Iterable[StateLeaf]) -> Parameters:

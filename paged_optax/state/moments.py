@@ -16,7 +16,6 @@ from paged_optax.backend.memory import (
     HOST,
     default_memory_kind,
     donate_within_memory,
-    memory_kind,
     on_host,
 )
 from paged_optax.backend.text import dtype_and_shape, key_names, keystr, path_name
@@ -25,7 +24,6 @@ from paged_optax.backend.types import (
     Path,
     Transformation,
     is_committed,
-    is_traced,
 )
 from paged_optax.backend.validation import check_arrays, check_transformation
 from paged_optax.codecs import Quantized
@@ -39,7 +37,6 @@ from paged_optax.state.leaves import (
     read_step,
     state_leaves_of,
 )
-from paged_optax.state.residency import moved_to
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.precision import wider
 from paged_optax.transform.remainders import MASTERS
@@ -173,30 +170,32 @@ def init_param(tx: Transformation, state: PyTree, params: PyTree, path: Path) ->
     """
     check_transformation("tx", tx)
     check_arrays("params", params)
-    flat, structure = jax.tree_util.tree_flatten_with_path(params)
-    joins = set(Parameters([key for key, _ in flat], "params").group(path))
+    paths, leaves = leaf_paths(as_pure(params))
+    joins = set(Parameters(paths, "params").group(path))
     # All other parameters are empty: their moments take no memory, and are dropped.
     parameters = [
-        x if key in joins else jnp.zeros((0, *x.shape[1:]), x.dtype) for key, x in flat
+        x if key in joins else jnp.zeros((0, *x.shape[1:]), x.dtype)
+        for key, x in zip(paths, leaves, strict=True)
     ]
     target = abstract_state(tx, params)
-    initial = tx.init(jax.tree.unflatten(structure, parameters))
-    # Keys without Flax's variables, which only some of the trees may have.
-    initial, current, described = (
-        state_leaves_of(as_pure(x)) for x in (initial, state, target)
-    )
-    new = {leaf.key: leaf.value for leaf in initial if leaf.field not in SETTINGS}
-    old = {leaf.key: leaf.value for leaf in current}
-    pure = zip(leaf_paths(as_pure(params))[0], flat, strict=True)
-    names = {key_names(bare) for bare, (key, _) in pure if key in joins}
+    initial = state_leaves_of(tx.init(unflatten_like(params, parameters)))
+    new = {
+        leaf.key: leaf.value
+        for leaf in initial
+        if leaf.parameter in joins and leaf.field not in SETTINGS
+    }
+    old = {leaf.key: leaf.value for leaf in state_leaves_of(state)}
+    described = {leaf.key: leaf for leaf in state_leaves_of(target)}
     values = [
-        jax.tree.map(_in_memory_of, new[leaf.key], leaf.value)
-        if key_names(leaf.parameter) in names and leaf.key in new
+        jax.tree.map(
+            lambda x, y: _put_like(x, x, host=on_host(y)), new[key], leaf.value
+        )
+        if key in new
         else _old_value(old, leaf, path)
-        for leaf in described
+        for key, leaf in described.items()
     ]
     # Without new leaves the state keeps its containers, such as `nnx.Optimizer`'s.
-    keeps = [leaf.key for leaf in described] == list(old)
+    keeps = [*described] == [*old]
     keeps = keeps and jax.tree.structure(values) == jax.tree.structure([*old.values()])
     return unflatten_like(state if keeps else target, donate_within_memory(values))
 
@@ -246,12 +245,6 @@ def _put_like(x: ArrayLike, old: Array, *, host: bool) -> Array:
     return jax.device_put(x, place)
 
 
-def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
-    if is_traced(x):
-        return jax.device_put(x, HOST if on_host(place) else DEVICE)
-    return moved_to(x, memory_kind(place))
-
-
 def master_weights(
     params: optax.Params, state: optax.OptState
 ) -> PyTree[Float[Array, "..."]]:
@@ -284,7 +277,7 @@ def master_weights(
     check_arrays("params", params)
     halves = {
         (leaf.field, key_names(leaf.parameter)): leaf.value
-        for leaf in state_leaves_of(as_pure(state), shapes=False)
+        for leaf in state_leaves_of(state, shapes=False)
         if leaf.field in MASTERS
     }
 

@@ -1,5 +1,6 @@
 """Bytes and residency of moments, and moves between memories."""
 
+import collections
 import functools
 from collections.abc import Iterable
 
@@ -182,11 +183,10 @@ def rebalance(
         moves and not stays
         for moves, stays in zip(pageable(state_leaves), tiny, strict=True)
     ]
-    totals: dict[KeyPath, int] = {}
+    totals = collections.Counter[KeyPath]()
     for leaf, size, moves in zip(state_leaves, sizes, movable, strict=True):
         if size is not None:
-            totals.setdefault(leaf.parameter, 0)
-            totals[leaf.parameter] += size if moves else 0
+            totals[leaf.parameter] += size * moves
     used = [recent_paths] if isinstance(recent_paths, str) else recent_paths
     groups = map(parameters_of(state_leaves).group, used)
     residents = _residents([path for group in groups for path in group], totals, budget)

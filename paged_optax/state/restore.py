@@ -105,27 +105,19 @@ def abstract_state(
         x if sharding is None else _with_sharding(x, sharding)
         for x, sharding in zip(likes, by_optimizer, strict=True)
     ]
+    on_mesh = isinstance(default, NamedSharding) and default.mesh.size > 1
     avals = iter(closed.out_avals)
 
     def place(
         x: jax.ShapeDtypeStruct, param: ArrayOrShape | None
     ) -> jax.ShapeDtypeStruct:
         sharding, aval = default, next(avals)
-        explicit = None
-        if isinstance(default, NamedSharding) and default.mesh.size > 1:
-            explicit = NamedSharding(default.mesh, aval.sharding.spec)
-        if param is not None and param.shape == x.shape:
+        if on_mesh:
+            sharding = NamedSharding(default.mesh, aval.sharding.spec)
+        elif param is not None and param.shape == x.shape:
             sharding = getattr(param, "sharding", None) or default
-            shards, traced = (
-                Shards.create(sharding, x.shape),
-                Shards.create(explicit, x.shape),
-            )
-            if shards and traced and shards.axes != traced.axes:
-                sharding = traced.sharding  # as an earlier `init` divided the moment
-        elif explicit is not None:
-            sharding = explicit
-        kind = memory_kind(aval)
-        return _with_sharding(x, typed_by_memory(sharding.with_memory_kind(kind)))
+        sharding = sharding.with_memory_kind(memory_kind(aval))
+        return _with_sharding(x, typed_by_memory(sharding))
 
     placed = []
     for x, param_index in zip(stored, param_indices, strict=True):
