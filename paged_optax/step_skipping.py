@@ -35,22 +35,14 @@ _PROBE = optax.GradientTransformationExtraArgs(
 
 
 class _Wrapped(NamedTuple):
-    """An Optax wrapper around a transformation.
+    """An Optax wrapper around a transformation."""
 
-    Attributes:
-      init, update: The wrapper's functions, around `_PROBE`.
-      inner: The wrapped transformation.
-      field: The field of the wrapper's state with the state of `inner`.
-      zero: If True, the updates of a skipped step are zero, else its gradients.
-      accumulates: If True, `inner` gets other gradients than the wrapper.
-    """
-
-    init: Callable[[optax.Params], PyTree]
+    init: Callable[[optax.Params], PyTree]  # of the wrapper around `_PROBE`
     update: Callable[..., tuple[optax.Updates, PyTree]]
     inner: optax.GradientTransformationExtraArgs
-    field: str
-    zero: bool
-    accumulates: bool = False
+    field: str  # of the wrapper's state, with the state of `inner`
+    zero: bool  # the updates of a skipped step are zero; False: its gradients
+    accumulates: bool = False  # `inner` gets other gradients than the wrapper
 
     def init_around(self, params: optax.Params) -> PyTree:
         if self.accumulates:  # arrays like the parameters, on the device
@@ -67,9 +59,7 @@ class _Wrapped(NamedTuple):
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
         check_arguments(*map(as_pure, (updates, state, params)))
-        probing = state._replace(**{self.field: jnp.asarray(False)})
-        grads, outer = self.update(updates, probing, params, **extra_args)
-        enabled = getattr(outer, self.field)
+        enabled, grads, outer = self._probe(updates, state, params, **extra_args)
         if not self.accumulates:
             # Optax's conditional returns the same gradients, but copies them.
             grads = updates
@@ -78,11 +68,17 @@ class _Wrapped(NamedTuple):
         # The page loops have selected already.
         select = lambda new, old: new if on_host(new) else jnp.where(enabled, new, old)
         new = jax.tree.map(select, new, old)
-        skipped = lambda x, grad: (
-            jnp.zeros_like(x) if self.zero else grad.astype(x.dtype)
-        )
-        keep = lambda x, grad: jnp.where(enabled, x, skipped(x, grad))
+        skipped = lambda x, grad: jnp.zeros_like(x) if self.zero else grad
+        keep = lambda x, grad: jnp.where(enabled, x, skipped(x, grad).astype(x.dtype))
         return jax.tree.map(keep, updates, grads), outer._replace(**{self.field: new})
+
+    def _probe(
+        self, updates: PyTree, state: PyTree, *args: PyTree, **extra_args: object
+    ) -> tuple[Bool[Array, ""], PyTree, PyTree]:
+        """Returns whether the wrapper updates, and what it returns around `_PROBE`."""
+        probing = state._replace(**{self.field: jnp.asarray(False)})
+        updates, outer = self.update(updates, probing, *args, **extra_args)
+        return getattr(outer, self.field), updates, outer
 
     def inside(self, state: PyTree) -> PyTree:
         """Returns the wrapped transformation's part of a state."""
@@ -96,9 +92,8 @@ class IfFinite(_Wrapped):
         self, finite: Bool[Array, ""], state: PyTree
     ) -> tuple[Bool[Array, ""], PyTree]:
         """Returns whether an update happens, and the wrapper's next state."""
-        probing = state._replace(**{self.field: jnp.asarray(False)})
-        _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), probing)
-        return getattr(outer, self.field), outer
+        enabled, _, outer = self._probe(jnp.where(finite, 0.0, jnp.nan), state)
+        return enabled, outer
 
 
 def wrapper_of(tx: optax.GradientTransformation) -> IfFinite | None:

@@ -29,9 +29,8 @@ from paged_optax.planning.models import (
 )
 from paged_optax.planning.what_fits import RATE, what_fits
 
-_OPTIMIZERS = (
-    "adamw adam nadamw ademamix lion sgd rmsprop adagrad lamb lars adafactor muon"
-).split()
+_ALIASES = [x for x in paged_optax.__all__ if x.startswith("paged_")]
+_OPTIMIZERS = [*dict.fromkeys(x.split("_")[1] for x in _ALIASES)]
 
 #: The keyword arguments of `what_fits`, which are options.
 _ARGUMENTS = {
@@ -66,12 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", help="of the parameters (default: bfloat16, or the model's)"
     )
-    aliases = [x for x in paged_optax.__all__ if x.startswith("paged_")]
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
         default="adamw",
-        choices=[*_OPTIMIZERS, *aliases],
+        choices=[*_OPTIMIZERS, *_ALIASES],
         help=f"{', '.join(_OPTIMIZERS)}, or an alias such as paged_adamw_8bit",
     )
     text = inspect.getdoc(what_fits) or ""  # none with `python -OO`
@@ -79,16 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plain = str.maketrans({"%": "%%", "`": ""})
     for name, parameter in _ARGUMENTS.items():
         kinds = {parameter.annotation, *typing.get_args(parameter.annotation)}
-        flag: dict[str, Any] = {"action": "store_const", "const": True}
-        value = {"metavar": name.upper(), "type": float if float in kinds else int}
-        if str in kinds:
-            value["type"] = str
-            flag = value | {"nargs": "?", "const": True}
+        kind = next(x for x in (str, float, int, bool) if x in kinds)
+        option: dict[str, Any] = {"metavar": name.upper(), "type": kind}
+        if kind is bool:
+            option = {"action": "store_const", "const": True}
+        elif bool in kinds:
+            option |= {"nargs": "?", "const": True}
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             default=parameter.default,
             help=documented.get(name, "").translate(plain).replace("None:", "default:"),
-            **(flag if bool in kinds else value),
+            **option,
         )
     parser.set_defaults(rank=16)
 

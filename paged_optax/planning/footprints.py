@@ -118,8 +118,11 @@ class Footprints:
 
     def fits(self, row: Footprint) -> bool:
         """True if a way leaves some of `available`, and takes what the host has."""
-        host = math.inf if self.host_memory is None else self.host_memory
-        return self.left(row) > 0 and row.host <= host
+        return self.left(row) > 0 and row.host <= self._host
+
+    @property
+    def _host(self) -> float:
+        return math.inf if self.host_memory is None else self.host_memory
 
     @property
     def fitting(self) -> tuple[Footprint, ...]:
@@ -146,40 +149,35 @@ class Footprints:
         # One unit for all rows, to compare them.
         largest = max((max(row.device, row.host) for row in self.rows), default=0)
         unit, scale = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
-        sizes = lambda *sizes: [f"{size / 2**scale:.1f}" for size in sizes]
-        fits = lambda row: (
-            f"{row.link_seconds:.2g}",
-            "yes" if self.fits(row) else "no",
-        )
-        rows = [
-            (x.way, *sizes(x.device, x.host), *fits(x), *sizes(self.left(x)))
-            for x in self
-        ]
+        size = lambda size: f"{size / 2**scale:.1f}"
+        totals, parts, steps = [], [], []
+        for x in self:
+            total, left = map(size, (x.device, x.host)), size(self.left(x))
+            fits = "yes" if self.fits(x) else "no"
+            totals.append((x.way, *total, f"{x.link_seconds:.2g}", fits, left))
+            on_device = x.parameters, x.gradients, x.moments, x.scratch
+            parts.append((x.way, *map(size, on_device)))
+            steps.append((x.way, size(x.activations), *_range(x)))
         labels = f"way, in {unit}", "device", "host", "link s", "fits", "left"
-        yield table(labels, rows)
-        rows = [
-            (x.way, *sizes(x.parameters, x.gradients, x.moments, x.scratch))
-            for x in self
-        ]
+        yield table(labels, totals)
         labels = "on the device", "weights", "gradients", "moments", "scratch"
-        yield table(labels, rows)
+        yield table(labels, parts)
         if self.workload is not None:
             batch = f"{self.workload.batch} x {self.workload.length} tokens"
-            timed = ("seconds a step",) if self.rows[0].seconds else ()
-            rows = [(x.way, *sizes(x.activations), *_range(x)) for x in self]
-            yield table((batch, "activations", *timed), rows)
+            labels = (batch, "activations", "seconds a step")
+            yield table(labels[: len(steps[0])], steps)
 
     def notes(self) -> str:
         """Notes on the tables."""
         activations = "What is left is for activations, which are not counted."
         if self.workload is not None and self.held is not None:
-            sizes = readable_bytes
+            held, sizes = self.held, readable_bytes
             activations = (
                 "Activations are what a batch adds to the peak, each layer a"
-                f" jax.checkpoint: the layers' inputs have {sizes(self.held.saved)},"
-                f" one layer's backward pass {sizes(self.held.layer)} and"
-                f" {sizes(self.held.scores)} of attention scores, the loss"
-                f" {sizes(self.held.head)}.{_savings(self.workload)}"
+                f" jax.checkpoint: the layers' inputs have {sizes(held.saved)}, one"
+                f" layer's backward pass {sizes(held.layer)} and {sizes(held.scores)}"
+                f" of attention scores, the loss {sizes(held.head)}."
+                f"{_savings(self.workload)}"
             )
         notes = [
             *self._share_notes(),
@@ -187,41 +185,37 @@ class Footprints:
             " moments and updates. Link: seconds a step at"
             f" {self.machine.link:g} GB/s each way.",
             *self.remarks,
-            *([UNIFIED_MEMORY] if self.machine.unified_memory else ()),
+            UNIFIED_MEMORY * self.machine.unified_memory,
             *(self._pool_notes() if self.machine.gpu else ()),
         ]
-        return "\n".join(map(wrap_text, notes))
+        return "\n".join(map(wrap_text, filter(None, notes)))
 
     def advice(self) -> str:
         """The way to choose, its seconds and its code; empty without a batch."""
         if self.workload is None:
             return ""
-        best = self.choice
-        if best is None and self.fitting:
+        size, best = readable_bytes, self.choice
+        if best is not None:
+            text = f"Choose {best.way}: the fastest that fits, {size(best.device)} of"
+            text += f" {size(self.available)}"
+            text += "".join(f", {x} seconds a step" for x in _range(best)) + "."
+            if not best.seconds:
+                text += " Its seconds need the rate of products: a card, or TFLOP/s."
+            how = self.workload.fused_head, self.devices
+            code = training_code(best.way, self.inner, self.arguments, *how)
+            return f"{wrap_text(text)}\n\n{code}"
+        if self.fitting:
             ways = "; ".join(row.way for row in self.fitting)
             text = f"No way that trains all parameters fits. Adapters do: {ways}."
             return wrap_text(text)
-        if best is None:
-            lowest = max(self.rows, key=self.left)
-            host = math.inf if self.host_memory is None else self.host_memory
-            over = {"device": -self.left(lowest), "host": lowest.host - host}
-            size = readable_bytes
-            missing = [
-                f"{size(x)} too much of the {n}" for n, x in over.items() if x > 0
-            ]
-            return wrap_text(
-                f"Nothing fits: {lowest.way} takes the least of the device, and"
-                f" {' and '.join(missing)}. Fewer or shorter sequences take less, as"
-                f" micro-batches too.{_savings(self.workload)}"
-            )
-        size, maximum = readable_bytes(best.device), readable_bytes(self.available)
-        text = f"Choose {best.way}: the fastest that fits, {size} of {maximum}"
-        text += "".join(f", {x} seconds a step" for x in _range(best)) + "."
-        if not best.seconds:
-            text += " Its seconds need the rate of products: a card, or TFLOP/s."
-        fused = self.workload.fused_head
-        code = training_code(best.way, self.inner, self.arguments, fused, self.devices)
-        return f"{wrap_text(text)}\n\n{code}"
+        lowest = max(self.rows, key=self.left)
+        over = {"device": -self.left(lowest), "host": lowest.host - self._host}
+        missing = [f"{size(x)} too much of the {n}" for n, x in over.items() if x > 0]
+        return wrap_text(
+            f"Nothing fits: {lowest.way} takes the least of the device, and"
+            f" {' and '.join(missing)}. Fewer or shorter sequences take less, as"
+            f" micro-batches too.{_savings(self.workload)}"
+        )
 
     def _pool_notes(self) -> Iterator[str]:
         row = self.choice
@@ -229,16 +223,17 @@ class Footprints:
             row = max(self.fitting, key=lambda row: row.host, default=None)
         if row is None or not row.host:
             return
-        arrays, takes = row.arrays, "does not hand out so much"
-        if (taken := pinned_pool.pinned_bytes(arrays)) is not None:
+        taken = pinned_pool.pinned_bytes(row.arrays)
+        takes = "does not hand out so much"
+        if taken is not None:
             takes = f"takes {readable_bytes(taken)} for it"
         text = (
             f"Host memory: {row.way} needs {readable_bytes(row.host)} pinned, and XLA's"
             f" pool on a GPU {takes}."
         )
         # A limit helps if the pool would refuse an array, or would take less.
-        gigabytes = pinned_pool.limit_gigabytes(arrays)
-        limited = pinned_pool.pinned_bytes(arrays, gigabytes << 30) or 0
+        gigabytes = pinned_pool.limit_gigabytes(row.arrays)
+        limited = pinned_pool.pinned_bytes(row.arrays, gigabytes << 30) or 0
         if taken is not None and limited >= taken:
             yield text
             return
@@ -292,28 +287,24 @@ def training_code(
     `inner` and further `arguments` of `paged` are code.
     """
     head = "# The loss ends with po.linear_cross_entropy(x, head, y).\n" * fused_head
-    yours = "# loss(params, batch), params and batch are yours.\n"
-    code = f"import jax\nimport optax\nimport paged_optax as po\n\n{yours}{head}"
-    if devices > 1:
-        code += _DIVIDED.format(devices)
-    paged = f"po.paged({', '.join(filter(None, [inner, arguments]))})"
-    if not way.startswith(LAYERWISE):
-        return f"{code}tx = {inner if way == 'resident' else paged}\n{_STEP}"
-    on_host = ""
-    if way.endswith("on host"):
+    divided = _DIVIDED.format(devices) if devices > 1 else ""
+    tx = f"po.paged({', '.join(filter(None, [inner, arguments]))})"
+    step = _STEP
+    if way.startswith(LAYERWISE):
         on_host = ', on_host="all"' if way.endswith("all on host") else ", on_host=True"
-    return code + (
-        f"tx = {paged}\n"
-        "model = po.split_layers(loss, params, batch)\n"
-        f"params = model.stack(params{on_host})\n"
-        "state, workspace = model.init(tx, params), model.workspace(params)\n"
-        "args = params, state, workspace, batch\n"
-        "step = po.layerwise_step(model, tx)\n"
-        "step = po.jit_step(step, *args, donate_argnums=(0, 1, 2))\n"
-        "params, state, workspace, output = step(*args)"
-    )
+        step = _LAYERWISE.format(on_host if way.endswith("on host") else "")
+    elif way == "resident":
+        tx = inner
+    return f"{_IMPORTS}{head}{divided}tx = {tx}\n{step}"
 
 
+_IMPORTS = """\
+import jax
+import optax
+import paged_optax as po
+
+# loss(params, batch), params and batch are yours.
+"""
 _DIVIDED = """\
 mesh = jax.make_mesh(({},), ("data",), (jax.sharding.AxisType.Auto,))
 params = jax.device_put(params, po.fully_sharded(params, mesh))
@@ -333,6 +324,14 @@ def step(params, state, batch):
 args = params, state, batch
 step = po.jit_step(step, *args, donate_argnums=(0, 1))
 params, state, value = step(*args)"""
+_LAYERWISE = """\
+model = po.split_layers(loss, params, batch)
+params = model.stack(params{})
+state, workspace = model.init(tx, params), model.workspace(params)
+args = params, state, workspace, batch
+step = po.layerwise_step(model, tx)
+step = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+params, state, workspace, output = step(*args)"""
 
 
 def wrap_text(text: str) -> str:

@@ -93,7 +93,7 @@ class PagePlan:
       moments: All arrays of all paged states.
       link_gigabytes_per_second: Link rate in one direction, in 10^9 bytes.
       devices: Devices of the mesh. All bytes are those of one device.
-      devices_per_host: Devices that share a host's memory.
+      devices_per_host: Devices of the mesh that share a host's memory.
       parameters: Number of parameters.
       teraflops: Rate of products, in 10^12 operations a second; None if unknown.
       parameter_bytes: Bytes of the parameters, of all devices.
@@ -131,14 +131,9 @@ class PagePlan:
         return [x for x in self.moments if x.on_host]
 
     @property
-    def _sharing(self) -> int:
-        """Devices of the mesh that share a host's memory."""
-        return min(self.devices, self.devices_per_host)
-
-    @property
     def bytes_per_host(self) -> int:
         """Bytes of moments in the memory of one host, of all its devices."""
-        return self.host_bytes * self._sharing
+        return self.host_bytes * self.devices_per_host
 
     @property
     def save_bytes(self) -> int:
@@ -148,7 +143,7 @@ class PagePlan:
         copied to the host. Compression takes up to as many bytes again, see the guide.
         """
         copied = self.parameter_bytes // self.devices + self.device_bytes
-        return self.bytes_per_host + copied * self._sharing
+        return self.bytes_per_host + copied * self.devices_per_host
 
     @property
     def scratch_bytes(self) -> int:
@@ -210,22 +205,21 @@ class PagePlan:
         for group in sorted(groups.values(), key=lambda g: -sum(x.bytes for x in g)):
             first, *others = group
             pages = f"{first.pages} x {readable_bytes(first.page_bytes)}"
-            rows.append(
-                (
-                    f"{first.path} +{len(others)}" if others else first.path,
-                    "x".join(map(str, first.shape)) or "scalar",
-                    first.dtype.partition("(")[0],  # the name of a codec
-                    *(("host", pages) if first.on_host else ("device", first.stays)),
-                    readable_bytes(sum(x.bytes for x in group)),
-                )
-            )
-        rate = self.link_gigabytes_per_second
+            path = f"{first.path} +{len(others)}" if others else first.path
+            shape = "x".join(map(str, first.shape)) or "scalar"
+            codec = first.dtype.partition("(")[0]  # its name
+            where = ("host", pages) if first.on_host else ("device", first.stays)
+            size = readable_bytes(sum(x.bytes for x in group))
+            rows.append((path, shape, codec, *where, size))
         totals = [
             ("moments on the device", readable_bytes(self.device_bytes)),
             ("moments on the host", readable_bytes(self.host_bytes)),
             ("pages in flight (bound)", readable_bytes(self.scratch_bytes)),
             ("over the link a step", readable_bytes(self.link_bytes)),
-            (f"seconds a step at {rate:g} GB/s", f"{self.link_seconds:.3g}"),
+            (
+                f"seconds a step at {self.link_gigabytes_per_second:g} GB/s",
+                f"{self.link_seconds:.3g}",
+            ),
             ("and of the pages' latency, up to", f"{self.latency_seconds:.3g}"),
         ]
         if self.free_from is not None:
@@ -234,7 +228,7 @@ class PagePlan:
         title = "total"
         if self.devices > 1:
             title = f"each of {self.devices} devices"
-            label = f"moments on a host of {self._sharing} devices"
+            label = f"moments on a host of {self.devices_per_host} devices"
             totals.append((label, readable_bytes(self.bytes_per_host)))
         totals.append(("host memory at a save", readable_bytes(self.save_bytes)))
         labels = ("moments", "shape", "dtype", "where", "pages", "bytes")
@@ -332,6 +326,7 @@ def plan(
     leaves = jax.tree.leaves(params)
     shards = filter(None, map(Shards.of_array, leaves))
     devices = max((x.mesh.size for x in shards), default=1)
+    devices_per_host = min(devices, int(devices_per_host))
     moments: list[Moment] = []
     for state in recorded(tx, params):
         described = planned_moments(state, dict(extra_args or {}))
@@ -341,7 +336,7 @@ def plan(
         tuple(moments),
         link,
         devices,
-        int(devices_per_host),
+        devices_per_host,
         sum(x.size for x in leaves),
         products,
         nbytes(params),
@@ -349,7 +344,7 @@ def plan(
         card.latency,
     )
     # Plans for a GPU are mostly made on a CPU; a TPU has no such pool.
-    arrays = result.arrays_on_host * min(devices, devices_per_host)
+    arrays = result.arrays_on_host * devices_per_host
     if jax.default_backend() != "tpu" and pinned_pool.pinned_bytes(arrays) is None:
         warn_user(
             f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"

@@ -5,6 +5,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,33 +145,36 @@ def what_fits(
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
     advice = machine.advice if dtype == jnp.bfloat16 else ""
     share = device_share() if machine.gpu or card is None else 1.0
-    stated = lambda **fields: dataclasses.replace(machine, **fields)
+    stated: dict[str, Any] = {}
     if device_memory is not None:
-        machine = stated(memory=parse_bytes("device_memory", device_memory))
+        stated["memory"] = parse_bytes("device_memory", device_memory)
     if link_gigabytes_per_second is not None:
         link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
-        machine = stated(link=link, bidirectional=2 * link)
+        stated |= {"link": link, "bidirectional": 2 * link}
     if teraflops is not None:
         rate = machine_rate("teraflops", teraflops)
-        machine = stated(teraflops=rate, bfloat16=None, efficiency=(1.0, 1.0))
+        stated |= {"teraflops": rate, "bfloat16": None, "efficiency": (1.0, 1.0)}
     if unified_memory is not None:
-        machine = stated(unified_memory=unified_memory)
-    check_count("devices", devices, 1)
+        stated["unified_memory"] = unified_memory
+    machine = dataclasses.replace(machine, **stated)
+    counts = {"devices": devices, "rank": rank, "batch": batch, "length": length}
+    counts |= {"heads": heads, "score_blocks": score_blocks}
+    for name, count in counts.items():
+        if count is not None:
+            check_count(name, count, 1)
     workload = _workload(batch, length, devices, heads, score_blocks, fused_head)
     transformation = optax.adamw(float(RATE)) if inner is None else inner
     mesh = jax.sharding.AbstractMesh((devices,), ("data",)) if devices > 1 else None
+    paging: dict[str, Any] = {
+        "page_size": page_size,
+        "master_dtype": master_dtype,
+        "master_remainders": master_remainders,
+    }
 
     def planned(
         params: PyTree, codec: CodecRules = None, device_budget: int | None = 0
     ) -> PagePlan:
-        tx = paged(
-            transformation,
-            page_size=page_size,
-            device_budget=device_budget,
-            codec=codec,
-            master_dtype=master_dtype,
-            master_remainders=master_remainders,
-        )
+        tx = paged(transformation, device_budget=device_budget, codec=codec, **paging)
         with warnings.catch_warnings():
             # The notes of the tables have the same on the host's pool.
             warnings.filterwarnings("ignore", "the moments need", UserWarning)
@@ -184,8 +188,7 @@ def what_fits(
 
     exact, equal = planned(params), find_layers(params, layers)
     elementwise = all(x.elementwise for x in exact.moments if x.shape)
-    messages = [*_remarks(codec is not None, equal, elementwise, layers)]
-    messages += [advice]
+    messages = [*_remarks(codec is not None, equal, elementwise, layers), advice]
     values = sum(x.size for x in leaves)
     retained, operations = None, 0
     if workload is not None:
@@ -219,9 +222,15 @@ def what_fits(
     if operations and not math.isnan(products):
         timed = lambda row: _seconds(row, operations, products, machine)
         rows = tuple(dataclasses.replace(row, seconds=timed(row)) for row in rows)
-    by_layers = (row for row in rows if row.by_layers and not row.adapters)
     fastest = machine.efficiency[1] * products
-    messages += (_free(row, values // devices, fastest) for row in by_layers)
+    if not math.isnan(fastest):
+        tokens = lambda row: free_from(values // devices, row.link_seconds, fastest)
+        messages += [
+            f"{row.way}: the link is free from {tokens(row):,} tokens a step on, at"
+            f" {fastest:g} TFLOP/s."
+            for row in rows
+            if row.by_layers and not row.adapters
+        ]
     if host_memory is not None:
         host_memory = parse_bytes("host_memory", host_memory)
     return Footprints(
@@ -232,7 +241,7 @@ def what_fits(
         workload,
         retained,
         f"optax.adamw({RATE})" if inner is None else "inner",
-        _code(codec, page_size, master_dtype, master_remainders),
+        _code(codec, **paging),
         devices,
         host_memory,
     )
@@ -256,7 +265,6 @@ def _seconds(
 
 def _adapters(layers: Layers, rank: int) -> PyTree[jax.ShapeDtypeStruct]:
     """Stacked adapters of a layer's matrices, in float32."""
-    check_count("rank", rank, 1)
     stack = lambda *axes: jax.ShapeDtypeStruct((layers.count, *axes), jnp.float32)
     shapes = {name: x.shape for name, x in layers.one if len(x.shape) == 2}
     pairs = {n: (stack(rank, x[1]), stack(x[0], rank)) for n, x in shapes.items()}
@@ -272,10 +280,8 @@ def _code(
     """Arguments of `paged` as code. A codec without a name is the variable `codec`."""
     text = lambda x: json.dumps(x) if isinstance(x, str) else str(x)
     args = {
-        "page_size": None if page_size == DEFAULT_PAGE_SIZE else text(page_size),
-        "master_dtype": None
-        if master_dtype is None
-        else text(str(np.dtype(master_dtype))),
+        "page_size": page_size != DEFAULT_PAGE_SIZE and text(page_size),
+        "master_dtype": master_dtype is not None and text(str(np.dtype(master_dtype))),
         "master_remainders": master_remainders and text(master_remainders),
         "codec": text(codec) if isinstance(codec, str) else codec and "codec",
     }
@@ -297,9 +303,6 @@ def _workload(
             f"batch={brief(batch)} and length={brief(length)}: pass both, the sequences"
             " of a step and the tokens of a sequence, or none."
         )
-    counts = {"batch": batch, "length": length, "score_blocks": score_blocks}
-    for name, count in (counts if heads is None else counts | {"heads": heads}).items():
-        check_count(name, count, 1)
     if batch % devices:
         raise ValueError(
             f"batch={batch} cannot be divided over devices={devices}: pass a multiple."
@@ -340,13 +343,3 @@ def _remarks(
             f"Layers are numbered here, from {equal.numbered!r} on: split_layers takes"
             " a loss of them as it is."
         )
-
-
-def _free(row: Footprint, parameters: int, teraflops: float) -> str:
-    if math.isnan(teraflops):
-        return ""
-    tokens = free_from(parameters, row.link_seconds, teraflops)
-    return (
-        f"{row.way}: the link is free from {tokens:,} tokens a step on, at"
-        f" {teraflops:g} TFLOP/s."
-    )

@@ -186,10 +186,9 @@ def init_param(tx: Transformation, state: PyTree, params: PyTree, path: Path) ->
     }
     old = {leaf.key: leaf.value for leaf in state_leaves_of(state)}
     described = {leaf.key: leaf for leaf in state_leaves_of(target)}
+    move = lambda x, place: _put_like(x, x, host=on_host(place))
     values = [
-        jax.tree.map(
-            lambda x, y: _put_like(x, x, host=on_host(y)), new[key], leaf.value
-        )
+        jax.tree.map(move, new[key], leaf.value)
         if key in new
         else _old_value(old, leaf, path)
         for key, leaf in described.items()

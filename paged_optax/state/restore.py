@@ -1,6 +1,7 @@
 """States that are restored: described without allocating, and put in place."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 
 import jax
 from jax import Array
@@ -89,8 +90,7 @@ def abstract_state(
     check_transformation("tx", tx)
     check_arrays("params", params)
     check_even(params)
-    by_optimizer = optimizer_shardings(params)
-    params = _on_meshes(params, by_optimizer)
+    params = _on_meshes(params)
     # A trace with the mesh, so that `update` knows the shardings of a restored state.
     visitor = Visitor(mesh=_find_mesh(params))
     with within(visitor=visitor), explicitly_typed(params) as shapes:
@@ -101,28 +101,22 @@ def abstract_state(
     param_indices = parameter_of(stored_paths, paths)
     # A count committed to one device could not meet parameters on others.
     default = replicated_sharding(likes) or SingleDeviceSharding(jax.devices()[0])
-    likes = [
-        x if sharding is None else _with_sharding(x, sharding)
-        for x, sharding in zip(likes, by_optimizer, strict=True)
-    ]
     on_mesh = isinstance(default, NamedSharding) and default.mesh.size > 1
     avals = iter(closed.out_avals)
 
-    def place(
-        x: jax.ShapeDtypeStruct, param: ArrayOrShape | None
-    ) -> jax.ShapeDtypeStruct:
+    def place(x: jax.ShapeDtypeStruct, index: int | None) -> jax.ShapeDtypeStruct:
         sharding, aval = default, next(avals)
         if on_mesh:
             sharding = NamedSharding(default.mesh, aval.sharding.spec)
-        elif param is not None and param.shape == x.shape:
-            sharding = getattr(param, "sharding", None) or default
+        elif index is not None and likes[index].shape == x.shape:
+            sharding = getattr(likes[index], "sharding", None) or default
         sharding = sharding.with_memory_kind(memory_kind(aval))
         return _with_sharding(x, typed_by_memory(sharding))
 
-    placed = []
-    for x, param_index in zip(stored, param_indices, strict=True):
-        param = None if param_index is None else likes[param_index]
-        placed.append(jax.tree.map(lambda x, p=param: place(x, p), x))
+    placed = [
+        jax.tree.map(functools.partial(place, index=index), x)
+        for x, index in zip(stored, param_indices, strict=True)
+    ]
     return unflatten_like(shapes, placed)
 
 
@@ -184,13 +178,15 @@ def _find_mesh(params: PyTree) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) else None
 
 
-def _on_meshes(params: PyTree, by_optimizer: Sequence[NamedSharding | None]) -> PyTree:
+def _on_meshes(params: PyTree) -> PyTree:
     """Replicates parameters without a sharding over the mesh of their moments."""
     leaves = [
         _with_sharding(x, NamedSharding(sharding.mesh, PartitionSpec()))
         if sharding is not None and Shards.of_array(x) is None
         else x
-        for x, sharding in zip(jax.tree.leaves(params), by_optimizer, strict=True)
+        for x, sharding in zip(
+            jax.tree.leaves(params), optimizer_shardings(params), strict=True
+        )
     ]
     return unflatten_like(params, leaves)
 
@@ -263,15 +259,14 @@ def _check_equal(name: tuple[str, ...], arrays: _ByName, places: _ByName) -> Non
     array, place = (
         dtype_and_shape(x[name]) if name in x else None for x in (arrays, places)
     )
-    if array == place:
-        return
-    raise ValueError(
-        f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx for"
-        f" these parameters has {place or 'none'}: pass the transformation, with its"
-        " codec, and the parameters, divided as they were, that the state was made"
-        " with; of a checkpoint, the part that is the state. To change the codec, begin"
-        " with new moments, tx.init(params)."
-    )
+    if array != place:
+        raise ValueError(
+            f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx for"
+            f" these parameters has {place or 'none'}: pass the transformation, with"
+            " its codec, and the parameters, divided as they were, that the state was"
+            " made with; of a checkpoint, the part that is the state. To change the"
+            " codec, begin with new moments, tx.init(params)."
+        )
 
 
 def _placed(

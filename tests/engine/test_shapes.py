@@ -22,24 +22,6 @@ def count(tree):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("llama3.2-1b", 1_235_814_400),
-        ("llama3.2-3b", 3_212_749_824),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-        # Less 256 a layer, of norms within the heads.
-        ("qwen3-0.6b", 596_049_920 - 28 * 256),
-        ("qwen3-4b", 4_022_468_096 - 36 * 256),
-        ("qwen3-8b", 8_190_735_360 - 36 * 256),
-        ("qwen3-32b", 32_762_123_264 - 64 * 256),
-    ],
-)
-def test_named_models_have_their_published_size(name, parameters):
-    assert count(po.model_shapes(name)) == parameters
-
-
 @pytest.mark.parametrize("size", [5e7, 3.5e8, 1e9, 1.3e10, 7e10, 4e11])
 def test_a_size_is_met(size):
     assert of_size(size).size == pytest.approx(size, rel=0.02)

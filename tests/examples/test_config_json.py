@@ -57,6 +57,15 @@ def test_as_by_name(name, read, tmp_path):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        # Less 256 a layer, of norms within the heads.
+        ("qwen3-0.6b", 596_049_920 - 28 * 256),
+        ("qwen3-4b", 4_022_468_096 - 36 * 256),
+        ("qwen3-8b", 8_190_735_360 - 36 * 256),
+        ("qwen3-32b", 32_762_123_264 - 64 * 256),
         ("google/gemma-2b", 2_506_172_416),
         ("google/gemma-7b-it", 8_537_680_896),
         ("google/gemma-2-2b", 2_614_341_888),
