@@ -33,7 +33,6 @@ COLUMNS = 1024
 PAGE_ROWS = (16 << 20) // (4 * COLUMNS)  # 16 MiB, the engine's default page
 
 Memories = tuple[object, ...]
-Carry = tuple[Int[Array, ""], tuple[Array, ...]]
 
 
 def compiler_options() -> dict[str, Any]:
@@ -42,15 +41,13 @@ def compiler_options() -> dict[str, Any]:
     return {**overlap_options(device), **addressing_options(device)}
 
 
-def both_memories() -> tuple[Sharding, Sharding]:
+def both_memories() -> tuple[Sharding, ...]:
     """Shardings of the first device's default memory, and of pinned host memory."""
     device = jax.devices()[0]
     # Arrays with a `SingleDeviceSharding` all have the type of device memory.
     sharding = typed_by_memory(SingleDeviceSharding(device))
-    return (
-        sharding.with_memory_kind(device.default_memory().kind),
-        sharding.with_memory_kind(PINNED_HOST),
-    )
+    kinds = device.default_memory().kind, PINNED_HOST
+    return tuple(map(sharding.with_memory_kind, kinds))
 
 
 def whole(to: Memories, *arrays: Array) -> tuple[Array, ...]:
@@ -62,16 +59,14 @@ def in_pages(to: Memories, *arrays: Array) -> tuple[Array, ...]:
     """Copies the sources to the targets page by page, in one loop over the rows."""
     sources, targets = arrays[: len(to)], arrays[len(to) :]
 
-    def body(carry: Carry) -> Carry:
+    def body(
+        carry: tuple[Int[Array, ""], tuple[Array, ...]],
+    ) -> tuple[Int[Array, ""], tuple[Array, ...]]:
         row, targets = carry
-        pages = [
-            jax.device_put(lax.dynamic_slice_in_dim(x, row, PAGE_ROWS), memory)
-            for x, memory in zip(sources, to, strict=True)
-        ]
-        return row + PAGE_ROWS, tuple(
-            lax.dynamic_update_slice_in_dim(target, page, row, 0)
-            for target, page in zip(targets, pages, strict=True)
-        )
+        cut = lambda x: lax.dynamic_slice_in_dim(x, row, PAGE_ROWS)
+        pages = [*map(jax.device_put, map(cut, sources), to)]
+        put = lambda target, page: lax.dynamic_update_slice_in_dim(target, page, row, 0)
+        return row + PAGE_ROWS, tuple(map(put, targets, pages))
 
     rows = sources[0].shape[0]
     return lax.while_loop(lambda c: c[0] < rows, body, (jnp.int32(0), targets))[1]
@@ -121,10 +116,10 @@ def measure(size: int, repeats: int) -> Iterator[Rate]:
         except Exception as error:  # one program's failure is a result
             first = str(error).splitlines()[0][:300]
             yield Rate(name, reason=f"{type(error).__name__}: {first}")
-            continue
-        rates = tuple(len(sources) * size / s / 1e9 for s in seconds)
-        page_bytes = 4 * COLUMNS * PAGE_ROWS if "pages" in name else size
-        yield Rate(name, rates, len(sources), page_bytes)
+        else:
+            rates = tuple(len(sources) * size / s / 1e9 for s in seconds)
+            page_bytes = 4 * COLUMNS * PAGE_ROWS if "pages" in name else size
+            yield Rate(name, rates, len(sources), page_bytes)
 
 
 def _seconds(

@@ -44,14 +44,9 @@ class Layers:
         return nbytes([x for _, x in self.one])
 
     @property
-    def rest(self) -> int:
-        """Bytes of the parameters outside the layers."""
-        return nbytes([x for _, x in self.remaining])
-
-    @property
-    def largest_of_rest(self) -> int:
-        """Bytes of the largest of them."""
-        return max((nbytes(x) for _, x in self.remaining), default=0)
+    def outside(self) -> tuple[int, ...]:
+        """Bytes of each parameter outside the layers."""
+        return tuple(nbytes(x) for _, x in self.remaining)
 
 
 def find_layers(params: PyTree, key: str) -> Layers | None:
@@ -164,9 +159,8 @@ def get_sizes(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     # [width, heads, head] in Flax; [heads, width, head] in Gemma.
     axes = [n for n in shape if n != width] if len(shape) == 3 else []
     assumed = axes[0] if axes else query // _HEAD
-    outside = [x.shape for _, x in layers.remaining if width in x.shape]
-    outputs = [n for shape in outside if (n := math.prod(shape) // width) > 1]
-    vocabulary = max(outputs, default=0)
+    outputs = [x.size // width for _, x in layers.remaining if width in x.shape]
+    vocabulary = max((n for n in outputs if n > 1), default=0)
     sizes = Sizes(
         layers.count,
         width,
@@ -178,15 +172,14 @@ def get_sizes(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
         outputs.count(vocabulary) < 2,
         max((x for _, x in layers.one), key=lambda x: x.size).dtype.itemsize,
     )
-    if heads is not None or len(shape) == 3:
-        return sizes, ""
-    if assumed:
-        note = f"{assumed} heads of {_HEAD} values are assumed: heads= states another"
-        return sizes, f"{note} number."
-    return sizes, (
+    note = (
         "No matrix of queries is known by its name, so that no attention scores are"
         " counted: heads= states how many heads there are."
     )
+    if assumed:
+        note = f"{assumed} heads of {_HEAD} values are assumed: heads= states another"
+        note += " number."
+    return sizes, "" if heads is not None or len(shape) == 3 else note
 
 
 @dataclasses.dataclass(frozen=True)

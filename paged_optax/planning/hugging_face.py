@@ -63,7 +63,11 @@ class Fields:
         return value
 
 
-_GEMMA = {"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256}
+_GEMMA: dict[str, object] = {
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+}
 _GEMMA2 = _GEMMA | {"num_key_value_heads": 4}
 #: Decoders with gated feed-forward layers: the fields' defaults, as in transformers
 #: 5.24. Absent ones follow from the number of heads.

@@ -83,7 +83,7 @@ class Ways:
         if self.layers is not None:  # weights and gradients of one layer are gathered
             scratch = row.scratch + self._whole(2 * self.layers.largest)
             row = dataclasses.replace(row, scratch=scratch)
-            at_head += self._whole(self.layers.largest_of_rest)
+            at_head += self._whole(max(self.layers.outside, default=0))
         return self._counted(row, at_head, at_head + row.gradients)
 
     def _moment_bytes(self, size: int) -> int:
@@ -91,7 +91,8 @@ class Ways:
 
     def _by_layers(self, layers: Layers) -> Iterator[Footprint]:
         """Weights on the device, of the layers on the host, and all on the host."""
-        one, rest, other = layers.largest, layers.rest, layers.largest_of_rest
+        one, outside = layers.largest, layers.outside
+        rest, other = sum(outside), max(outside, default=0)
         # A layer's moments are transferred while its gradients are computed, in float32
         # or in the parameters' dtype.
         moments = self._moment_bytes(one)
@@ -141,7 +142,7 @@ class Ways:
             parameters=parameters,
             gradients=gradients,
             scratch=maximum,
-            arrays=(*(nbytes(x) for _, x in layers.remaining), *row.arrays, other),
+            arrays=(*outside, *row.arrays, other),
         )
         # The head's gradient is copied to the host before the layers' backward pass.
         layer = row.moments + one
@@ -152,7 +153,7 @@ class Ways:
 
         QLoRA's matrices have four bits a value, and 32 for each block of 64.
         """
-        full, rest = layers.largest, layers.rest
+        full, rest = layers.largest, sum(layers.outside)
         matrices = [x for _, x in layers.one if len(x.shape) > 1]
         coded = full - nbytes(matrices) + sum(x.size for x in matrices) * 9 // 16
         trained = 4 * plan.parameters

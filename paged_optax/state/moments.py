@@ -361,22 +361,22 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
     parameter = parameters_of(state_leaves).one(path)
     nodes = {leaf.node for leaf in state_leaves if leaf.is_moment}
     is_above = lambda node, x: node != x and x[: len(node)] == node
-    increments = [
-        leaf.is_count
+    counts = [
+        index
+        for index, leaf in enumerate(state_leaves)
+        if leaf.is_count
         and leaf.parameter == parameter
         # Where the parameters are a single array, all counts are that array's, except
         # those of wrappers around the state with its moments.
         and (parameter or not any(is_above(leaf.node, node) for node in nodes))
-        for leaf in state_leaves
     ]
-    if not any(increments):
+    if not counts:
         raise ValueError(
             f"parameter {path_name(parameter)!r} has no step count of its own: the"
             " state has one count for all parameters, or none. Build the transformation"
             " with per_parameter_steps=True."
         )
-    values = [
-        optax.safe_increment(leaf.value) if counts else leaf.value
-        for leaf, counts in zip(state_leaves, increments, strict=True)
-    ]
+    values = [leaf.value for leaf in state_leaves]
+    for index in counts:
+        values[index] = optax.safe_increment(values[index])
     return unflatten_like(state, donate_within_memory(values))

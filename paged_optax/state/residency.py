@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -189,24 +189,22 @@ def rebalance(
             totals[leaf.parameter] += size * moves
     used = [recent_paths] if isinstance(recent_paths, str) else recent_paths
     groups = map(parameters_of(state_leaves).group, used)
-    residents = _residents([path for group in groups for path in group], totals, budget)
+    recent = dict.fromkeys(reversed([path for group in groups for path in group]))
+    residents = set(totals) if budget is None else _residents(recent, totals, budget)
     for to_host in (True, False):
-        move = functools.partial(moved_to, kind=default_memory_kind(to_host))
+        move = functools.partial(_moved_to, kind=default_memory_kind(to_host))
         for index, leaf in enumerate(state_leaves):
-            belongs = (leaf.parameter in residents) != to_host
-            if movable[index] and belongs and on_host(leaf.value) != to_host:
+            if movable[index] and (leaf.parameter in residents) != to_host:
                 values[index] = jax.tree.map(move, leaf.value)
     return unflatten_like(state, values)
 
 
 def _residents(
-    used: list[KeyPath], totals: dict[KeyPath, int], budget: int | None
+    recent: Iterable[KeyPath], totals: Mapping[KeyPath, int], budget: int
 ) -> set[KeyPath]:
-    if budget is None:
-        return set(totals)
-    residents = set[KeyPath]()
-    left = budget
-    for parameter in dict.fromkeys(reversed(used)):
+    """Returns the parameters that fit, from the most recently used on."""
+    residents, left = set[KeyPath](), budget
+    for parameter in recent:
         if totals[parameter] <= budget:
             left -= totals[parameter]
             if left < 0:
@@ -215,7 +213,7 @@ def _residents(
     return residents
 
 
-def moved_to(x: Array, kind: str) -> Array:
+def _moved_to(x: Array, kind: str) -> Array:
     """Moves an array to a memory; the old one is deleted before this returns."""
     if x.sharding.memory_kind == kind:
         return x

@@ -101,12 +101,11 @@ def abstract_state(
     param_indices = parameter_of(stored_paths, paths)
     # A count committed to one device could not meet parameters on others.
     default = replicated_sharding(likes) or SingleDeviceSharding(jax.devices()[0])
-    on_mesh = isinstance(default, NamedSharding) and default.mesh.size > 1
     avals = iter(closed.out_avals)
 
     def place(x: jax.ShapeDtypeStruct, index: int | None) -> jax.ShapeDtypeStruct:
         sharding, aval = default, next(avals)
-        if on_mesh:
+        if isinstance(default, NamedSharding) and default.mesh.size > 1:
             sharding = NamedSharding(default.mesh, aval.sharding.spec)
         elif index is not None and likes[index].shape == x.shape:
             sharding = getattr(likes[index], "sharding", None) or default

@@ -64,27 +64,29 @@ def ordinary(config, size, tx):
     return build
 
 
-def compared(name, length, way, **settings):
+def compared(params, config, size, way, masters=None, **loss):
     """Bytes of a way by `what_fits`, and by XLA's compiler for an H200."""
-    config, size = config_of(name, **settings), (BATCH, length)
-    ways = po.what_fits(
-        po.model_shapes(name),
-        device_memory="1GiB",
-        batch=BATCH,
-        length=length,
-        heads=DECODERS[name].heads,
-        score_blocks=config.blocks,
-        fused_head=config.fused,
-    )
+    (batch, length), masters = size, masters or {}
+    memory = {"device_memory": "1GiB"}
+    ways = po.what_fits(params, batch=batch, length=length, **memory, **masters, **loss)
     (row,) = (row for row in ways if row.way == way)
-    if WAYS[way] is None:
-        build = ordinary(config, size, optax.adamw(1e-4))
+    resident = way == "resident"
+    tx = optax.adamw(1e-4) if resident else po.paged_adamw(1e-4, **masters)
+    if resident or way == "paged":
+        build = ordinary(config, size, tx)
     else:
-        model, tx = real_decoder.by_hand(config), po.paged_adamw(1e-4)
+        model = real_decoder.by_hand(config)
         build = real_decoder.step(config, model, tx, size, **WAYS[way])
     total = aot.h200(build).device_total
     print(f"{row.device / 2**30:.2f} GiB planned, {total / 2**30:.2f} of XLA")
     return row.device, total
+
+
+def compared_by_name(name, length, way, **settings):
+    config, size = config_of(name, **settings), (BATCH, length)
+    loss = {"score_blocks": config.blocks, "fused_head": config.fused}
+    shapes, heads = po.model_shapes(name), DECODERS[name].heads
+    return compared(shapes, config, size, way, heads=heads, **loss)
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def compared(name, length, way, **settings):
 @pytest.mark.parametrize("name", MODELS)
 def test_against_xla(name, length, way):
     """Before jax 0.11.2 weights on the host are fetched later, and take less."""
-    planned, total = compared(name, length, way)
+    planned, total = compared_by_name(name, length, way)
     later = way.endswith("on host") and not GPU_FETCHES_AHEAD
     assert 0.9 <= planned / total <= (1.25 if later else 1.1)
 
@@ -111,7 +113,7 @@ def test_against_xla(name, length, way):
     ],
 )
 def test_without_logits_and_scores_against_xla(name, way):
-    planned, total = compared(name, 2048, way, fused=True, blocks=32)
+    planned, total = compared_by_name(name, 2048, way, fused=True, blocks=32)
     later = not GPU_FETCHES_AHEAD
     assert 0.9 <= planned / total <= (1.25 if later else 1.1)
 
@@ -168,27 +170,9 @@ MASTERS = {
 @pytest.mark.parametrize("masters", MASTERS)
 def test_experts_with_masters_against_xla(masters, size, way):
     """What a layerwise step takes beyond weights and moments is activations."""
-    settings = MASTERS[masters]
-    planned, total = of_experts(EXPERTS, size, way, settings)
+    params = EXPERTS.params(stacked=True)
+    planned, total = compared(params, EXPERTS, size, way, MASTERS[masters])
     assert 0.9 <= planned / total <= 1.1
-
-
-def of_experts(config, size, way, settings):
-    """Bytes of a way by `what_fits`, and by XLA's compiler for an H200."""
-    params, tx = config.params(stacked=True), po.paged_adamw(1e-4, **settings)
-    batch, length = size
-    ways = po.what_fits(
-        params, device_memory="1GiB", batch=batch, length=length, **settings
-    )
-    (row,) = (row for row in ways if row.way == way)
-    if way == "paged":
-        build = ordinary(config, size, tx)
-    else:
-        model = real_decoder.by_hand(config)
-        build = real_decoder.step(config, model, tx, size, **WAYS[way])
-    total = aot.h200(build).device_total
-    print(f"{row.device / 2**30:.2f} GiB planned, {total / 2**30:.2f} of XLA")
-    return row.device, total
 
 
 def shapes(**matrices):
