@@ -61,9 +61,9 @@ class PagedBuffer:
         raw = None if pages.axis or pages.tiled else _by_unit(pages, view, ratios)
         # Kernels transfer strips, and compute their addresses.
         sliceable = bool(pages.tiled or pages.axis or raw) or not GPU_NEEDS_RAW_INDEX
-        if are_scales:
-            sliceable = _scales_sliceable(x.shape, view, ratios, pages, sliceable)
         streamed = on_host and sliceable
+        if are_scales:
+            streamed &= _scales_sliceable(x.shape, view, ratios, pages)
         unit_view = raw if streamed else None
         return cls(pages, x.shape, x.dtype, on_host, view, ratios, streamed, unit_view)
 
@@ -180,14 +180,12 @@ def _by_unit(pages: Pages, view: Sequence[int], ratios: Ratios) -> Shape | None:
     return (first * parts, math.prod(rest) // parts)
 
 
-def _scales_sliceable(
-    shape: Shape, view: Shape, ratios: Ratios, pages: Pages, sliceable: bool
-) -> bool:
+def _scales_sliceable(shape: Shape, view: Shape, ratios: Ratios, pages: Pages) -> bool:
     """Returns whether scales are many enough to travel in pages, and can be sliced."""
     if math.prod(shape) * _SMALL_PART <= pages.entries:
         return False
     if not pages.tiled:
-        return 4 * math.prod(shape) > _FEW_BYTES and sliceable
+        return 4 * math.prod(shape) > _FEW_BYTES
     a, b = ratios[pages.axis]
     order = tiling.view_layout(shape, len(view))
     return order is not None and tiling.can_slice(

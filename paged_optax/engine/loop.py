@@ -282,19 +282,14 @@ class Loop:
             tuple(map(functools.partial(self.arrays[p].read, at), current[p], page[p]))
             for p in inputs
         ]
-        if self.coded or self.leaf_count == 1:
-            results = self._results(stored, at, noise, self.leaf_count)
-        else:
-            # A short program is compiled for each leaf, and nothing is copied.
-            leaf_value = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
-            by_leaf = [
-                self._results([leaf_value(x, leaf) for x in stored], at, noise, 1)
-                for leaf in range(self.leaf_count)
-            ]
-            results = [
-                tuple([x for (x,) in leaf_pages])
-                for leaf_pages in zip(*by_leaf, strict=True)
-            ]
+        # A short program is compiled for each leaf, and nothing is copied.
+        count = self.leaf_count if self.coded else 1
+        leaves = lambda x, first: x if len(x) == 1 else x[first : first + count]
+        by_group = [
+            self._results([leaves(x, first) for x in stored], at, noise, count)
+            for first in range(0, self.leaf_count, count)
+        ]
+        results = [sum(pages, ()) for pages in zip(*by_group, strict=True)]
         # A result of constants varies along no axis, and its buffer may.
         return {
             p: varying(x, varying_axes(current[p]))

@@ -6,7 +6,7 @@ A moment is an array of the leaf's shape, or the codes and scales that its codec
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,11 @@ Arrays = tuple[Stored, ...]
 def buffers_of(x: Stored) -> Buffers:
     """Returns codes and scales, or the array alone."""
     return tuple(x) if isinstance(x, Quantized) else (x,)
+
+
+def _stored(buffers: Iterable[Array]) -> Stored:
+    codes, *scales = buffers
+    return Quantized(codes, *scales) if scales else codes
 
 
 def typed(x: PyTree[jax.ShapeDtypeStruct], host: bool) -> PyTree[ShapedArray]:
@@ -92,13 +97,10 @@ class PagedArray:
     def page_bytes(self) -> int:
         """Transfer size of one full page, in bytes."""
         full, *_ = self.parts[0].pages.ranges
-        return sum(
-            [
-                math.prod(part.slice_of(full)[1]) * jnp.dtype(part.dtype).itemsize
-                for part in self.parts
-                if part.streamed
-            ]
+        bytes_of = lambda part: (
+            math.prod(part.slice_of(full)[1]) * jnp.dtype(part.dtype).itemsize
         )
+        return sum([bytes_of(part) for part in self.parts if part.streamed])
 
     @property
     def paged(self) -> bool:
@@ -125,8 +127,7 @@ class PagedArray:
 
     def close(self, buffers: Buffers) -> Stored:
         """Undoes `open`."""
-        arrays = [*map(lambda x, part: x.reshape(part.shape), buffers, self.parts)]
-        return arrays[0] if len(arrays) == 1 else Quantized(*arrays)
+        return _stored(map(lambda x, part: x.reshape(part.shape), buffers, self.parts))
 
     def preload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Copies buffers that do not travel in pages to the device."""
@@ -220,9 +221,8 @@ class PagedArray:
     def as_stored(self, page: Buffers, shape: Shape) -> Stored:
         """Returns a page in the container and shapes of its codec."""
         assert self.codec is not None
-        stored = page[0] if len(page) == 1 else Quantized(*page)
-        like = self.codec.stored(shape)
-        return jax.tree.map(lambda x, like: x.reshape(like.shape), stored, like)
+        reshape = lambda x, like: x.reshape(like.shape)
+        return jax.tree.map(reshape, _stored(page), self.codec.stored(shape))
 
 
 # Traced once for all pages of a shape: eight bits are 150 equations each way.
