@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.core import ShapedArray, Tracer
 from jax.sharding import (
@@ -53,19 +54,8 @@ class Described(Protocol):
         ...
 
 
-@runtime_checkable
-class Transformation(Protocol):
-    """An Optax transformation, or an object with its functions (`MultiSteps`)."""
-
-    @property
-    def init(self) -> Callable[[PyTree], PyTree]:
-        """Returns the state for parameters."""
-        ...
-
-    @property
-    def update(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Returns updates and a new state for gradients and a state."""
-        ...
+#: An Optax transformation, or an object with its functions.
+Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
 def is_traced(tree: PyTree) -> bool:

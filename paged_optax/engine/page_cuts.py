@@ -256,10 +256,9 @@ def _codes(moment: MomentFormat, shape: Shape) -> tuple[Shape, int]:
 def _has_last(moment: MomentFormat, pages: Pages) -> bool:
     """Returns whether all pages, the last too, are whole blocks and tiles."""
     axis, left = pages.axis, pages.axis_size % pages.size
-    if axis_of_blocks(moment.codec) is None and left and axis:
-        after = math.prod(pages.view[axis + 1 :])
-        if left * after % moment.block:
-            return False
+    _, blocks = ratios_of_scales(moment.codec, pages.view, axis)[axis]
+    if axis_of_blocks(moment.codec) is None and axis and left % blocks:
+        return False
     if not moment.on_host:
         return True
     codes, itemsize = _codes(moment, pages.leaf)

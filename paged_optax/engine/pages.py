@@ -1,12 +1,7 @@
-"""Pages of a leaf: their number, size and addresses.
+"""Pages of a leaf, and their addresses.
 
-`paged(page_size=...)` is an upper bound. By default a GPU's pages are as large as their
-latency requires (`paged_optax.engine.page_cuts`). A page is smaller if the leaf is
-small, if several leaves share it, or if a codec makes temporary arrays of it. On a GPU
-a page of a codec of blocks is larger if the device has spare memory
-(`paged_optax.layerwise.layer_optimizer`). Page sizes do not depend on the card: pages
-are cut during tracing, and the program may be compiled for another card.
-`paged_optax.engine.sharing.cut` applies these rules.
+Page sizes (`paged_optax.engine.sharing.cut`) do not depend on the card: pages are cut
+during tracing, and the program may be compiled for another card.
 """
 
 import dataclasses

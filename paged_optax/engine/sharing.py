@@ -8,8 +8,8 @@ computation once for all.
 - Leaves of a single moment share pages in pairs if pages travel both ways, because no
   moment is read and written at the same time. The same holds for leaves whose moments
   differ in size, such as bfloat16 moments with float32 master weights.
-- On a GPU, up to six leaves without a codec share pages by default, the fewer the
-  larger they are: a loop begins and ends less often.
+- On a GPU, up to six leaves without a codec share pages by default: a loop begins and
+  ends less often.
 - On a GPU, seven leaves of a codec of blocks share pages. The 1,100 instructions of a
   leaf take 0.3 CPU-seconds to compile for one leaf, and 0.11 if four leaves share pages
   (H200, jax 0.12.0.1). Eight leaves would take 4 MiB more, and exceed 32 MiB in all.
@@ -57,8 +57,7 @@ _SMALL_PAGE = 4 * 2**20
 _MOST_LEAVES = 32
 _LARGEST_LEAF = 256 * 2**20
 
-# Each program of a codec takes long to compile: as many leaves share one as leave pages
-# of 1 MiB.
+# Leaves of a codec of blocks that share pages: as many as leave pages of 1 MiB.
 _CODED_LEAVES = 7
 
 # A loop's first page is read, and its last one written, while the other direction is
