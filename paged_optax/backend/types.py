@@ -156,15 +156,9 @@ def with_automatic_axes(
     # Without an ambient mesh, `auto_axes` depends on the mesh of the shardings.
     like = lambda x: NamedSharding(mesh, spec(x) or PartitionSpec())
     shardings = jax.tree.map(like, results, is_leaf=lambda x: x is None)
-    axes = explicit_names(mesh)
+    axes = mesh.explicit_axes
     run = jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
     return run(*args)
-
-
-def explicit_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns the names of a mesh's explicit axes."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind is AxisType.Explicit)
 
 
 def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:
@@ -176,10 +170,8 @@ def typed_automatic(x: PyTree) -> PyTree:
     """Returns a concrete array without explicit axes in its type, uncopied."""
     if _explicit_mesh(x) is None:
         return x
-    mesh: Mesh = x.sharding.mesh
-    types = _without_explicit(mesh.axis_types)
-    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    kind = x.sharding.memory_kind
+    mesh, kind = x.sharding.mesh, x.sharding.memory_kind
+    automatic = mesh.update(axis_types=_without_explicit(mesh.axis_types))
     sharding = NamedSharding(automatic, x.sharding.spec, memory_kind=kind)
     return jax.device_put(x, sharding)
 

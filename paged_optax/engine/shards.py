@@ -52,7 +52,7 @@ class Shards:
             return None
         if len(sharding.spec) > len(shape):
             return None
-        if AxisType.Manual in getattr(sharding.mesh, "axis_types", ()):
+        if sharding.mesh.manual_axes:
             return None  # inside a `shard_map`, whose arrays are shards
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         undivided = None, PartitionSpec.UNCONSTRAINED

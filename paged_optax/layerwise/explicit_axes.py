@@ -16,11 +16,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.types import (
-    explicit_names,
-    is_explicit,
-    with_automatic_axes,
-)
+from paged_optax.backend.types import is_explicit, with_automatic_axes
 from paged_optax.layerwise.forward import ModelFunctions, check_same_input
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics
 from paged_optax.layerwise.parameters import Partition, stack_length
@@ -124,7 +120,7 @@ def _on_axes(
     model: ModelFunctions, mesh: AbstractMesh, length: int, *types: PyTree
 ) -> ModelFunctions:
     """The model for callers on automatic axes, with its functions on explicit axes."""
-    axes = explicit_names(mesh)
+    axes = mesh.explicit_axes
 
     def on(
         function: Callable[..., PyTree], *specs: list[PartitionSpec]
