@@ -1,7 +1,7 @@
 """Agreement of processes on the program that they are about to compile.
 
-Values are exchanged through the coordinator of `jax.distributed.initialize`, with a
-timeout. A collective, such as `jax.experimental.multihost_utils.assert_equal`, would
+Fingerprints are compared through the coordinator of `jax.distributed.initialize`, with
+a timeout. A collective, such as `jax.experimental.multihost_utils.assert_equal`, would
 block the devices if one process never calls it, and cannot run while a `jax.jit` is
 traced.
 """
@@ -70,9 +70,9 @@ def _error(store: Any, key: str, local: str) -> str:
     process, fingerprint = jax.process_index(), hashlib.sha256(local.encode())
     store.key_value_set(f"{key}/values/{process}", local)
     store.key_value_set(f"{key}/fingerprints/{process}", fingerprint.hexdigest())
-    late = ""
+    late, milliseconds = "", int(1000 * PATIENCE)
     try:
-        store.wait_at_barrier(key, int(1000 * PATIENCE))
+        store.wait_at_barrier(key, milliseconds)
     except jax.errors.JaxRuntimeError as error:
         late = str(error)
     entries = store.key_value_dir_get(f"{key}/fingerprints")
@@ -84,10 +84,10 @@ def _error(store: Any, key: str, local: str) -> str:
                 " processes make the same calls, in the same order."
             )
         if found[str(i)] != found["0"]:
-            read = lambda i: json.loads(
-                store.blocking_key_value_get(f"{key}/values/{i}", int(1000 * PATIENCE))
+            read = lambda i: store.blocking_key_value_get(
+                f"{key}/values/{i}", milliseconds
             )
-            return _difference(read(0), read(i), i)
+            return _difference(json.loads(read(0)), json.loads(read(i)), i)
     return late
 
 
