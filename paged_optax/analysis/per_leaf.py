@@ -58,33 +58,26 @@ class CrossLeafError(ValueError):
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Followed:
     """A computation, with the parameter that each value depends on."""
 
-    flat: Flat
-    param_indices: Sequence[int | None]  # of each argument
-    of_moments: set[int]  # values computed from moments, which may be on the host
-    param_index: list[int | None]  # of each value: the parameter that it depends on
-    joined: dict[int, None]  # values that are all parameters, concatenated
-
-    @classmethod
-    def create(
-        cls, flat: Flat, param_indices: Sequence[int | None], name: Callable[[int], str]
-    ) -> "_Followed":
-        """Propagates the owners of arguments through all equations."""
-        moments = {
-            value
-            for value, param_index in enumerate(param_indices)
-            if param_index is None
-            and flat.avals[value].shape
-            and holds_moments(flat.avals[value].dtype)
+    def __init__(
+        self, flat: Flat, owners: Sequence[int | None], name: Callable[[int], str]
+    ):
+        self.flat, self.owners = flat, owners  # of the arguments
+        # Values computed from moments, which may be on the host.
+        self.of_moments = {
+            n
+            for n, (owner, aval) in enumerate(zip(owners, flat.avals, strict=False))
+            if owner is None and aval.shape and holds_moments(aval.dtype)
         }
-        unknown: list[int | None] = [None] * (len(flat.avals) - len(param_indices))
-        followed = cls(flat, param_indices, moments, [*param_indices, *unknown], {})
+        computed = len(flat.avals) - len(owners)
+        self.param_index: list[int | None] = [*owners, *[None] * computed]
+        self.joined: dict[
+            int, None
+        ] = {}  # values that are all parameters, concatenated
         for eqn in flat.eqns:
-            followed._follow(eqn, name)
-        return followed
+            self._follow(eqn, name)
 
     def _follow(self, eqn: Equation, name: Callable[[int], str]) -> None:
         param_indices = {
@@ -154,7 +147,7 @@ class _Followed:
             param_index = None if constant else self.param_index[value]
             if param_index is None and place is not None:
                 # An update belongs to the leaf of its gradient.
-                param_index = self.param_indices[place]
+                param_index = self.owners[place]
             param_indices.append(
                 by_place if param_index in (None, _JOINED) else param_index
             )
@@ -198,11 +191,11 @@ def analyse(
         depend on moments.
     """
     try:
-        followed = _Followed.create(Flat(closed), param_indices, name)
+        followed = _Followed(Flat(closed), param_indices, name)
     except CrossLeafError as error:
         # A conditional on all leaves, such as novograd's, may be one on each.
         try:
-            followed = _Followed.create(Flat(closed, both=True), param_indices, name)
+            followed = _Followed(Flat(closed, both=True), param_indices, name)
         except CrossLeafError:
             raise error from None
     flat, source = followed.flat, followed.flat.source

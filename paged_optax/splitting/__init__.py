@@ -5,8 +5,9 @@ layers: equal subtrees of the parameters, and stacks that are scanned over or in
 layer by layer. `split_loss` traces a loss and tries them, the largest first.
 `dependence` follows parameters through the loss, `cuts` chooses the cuts, `stages`
 assigns each equation to a layer, and `assembly` groups equal layers and assigns the
-carry. `functions` calls the pieces as prologue, layer and epilogue, `stacking` stacks
-parameters, and `summary` prints the table.
+carry. `pieces` computes the prologue, a layer and the epilogue of one trace,
+`functions` chooses the trace for a batch, `stacking` stacks parameters, and `summary`
+prints the table.
 """
 
 from paged_optax.splitting.dependence import SplitError

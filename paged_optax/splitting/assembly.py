@@ -1,18 +1,24 @@
 """Assembles the stages of a loss: kinds of equal layers, their carry and tables."""
 
-import collections
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.core import ShapedArray
-from jax.typing import ArrayLike
 
-from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Operand, Program, used_values
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import SplitError
-from paged_optax.splitting.numbered import Member
+from paged_optax.splitting.pieces import (
+    Carried,
+    FromTable,
+    Kept,
+    LayerKind,
+    Pieces,
+    Role,
+    Seen,
+    Weight,
+)
 from paged_optax.splitting.stages import find_stages
 
 # Most values that may pass through a layer that does not need them: each layer's input
@@ -20,91 +26,19 @@ from paged_optax.splitting.stages import find_stages
 _PASSING = 2
 
 
-class Weight(NamedTuple):
-    """A parameter of the layer."""
-
-    member: Member
-
-
-class Carried(NamedTuple):
-    """A value of the carry."""
-
-    slot: int
-
-
-class Seen(NamedTuple):
-    """A value from before the layers or a constant, the same for all layers."""
-
-    value: Operand
-
-
-class FromTable(NamedTuple):
-    """A layer's row of a table."""
-
-    table: int
-
-
-class Kept(NamedTuple):
-    """A value that a layer keeps for the epilogue; None: the values of all layers."""
-
-    number: int
-    layer: int | None
-
-
-#: The role of a layer's argument.
-Role = Weight | Carried | Seen | FromTable
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerKind:
-    """The program of equal layers."""
-
-    program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
-    roles: Sequence[Role]
-    # The index of the result with the next value of each slot; others keep their value.
-    carried: Mapping[int, int]
-    # The index of the result for each kept value that layers of this kind compute.
-    kept: Mapping[int, int]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pieces:
-    """A loss split into prologue, kinds of layers, and epilogue."""
-
-    flat: Flat
-    kinds: Sequence[LayerKind]
-    kind_indices: Sequence[int]  # of each layer
-    # First value of each slot of the carry; None for zeros.
-    initial: Sequence[Operand | None]
-    carried: Sequence[ShapedArray]  # the slots' shapes and dtypes
-    # Arguments that differ between layers: an operand for each layer (None if the layer
-    # needs none), or one operand with layers on its leading axis.
-    tables: Sequence[Sequence[Operand | None] | Operand]
-    # Shapes and dtypes of the values that each layer keeps.
-    kept: Sequence[ShapedArray]
-    # Values of layers that the epilogue reads, from the last carry or kept.
-    after: Mapping[int, Carried | Kept]
-    inside: frozenset[int]  # values that layers compute
-
-    @property
-    def seen(self) -> list[int]:
-        """The values that all layers read, without the constants of the loss."""
-        roles = (role for kind in self.kinds for role in kind.roles)
-        values = used_values(role.value for role in roles if isinstance(role, Seen))
-        return [x for x in dict.fromkeys(values) if x not in self.flat.constants]
-
-
 class _Subprogram(NamedTuple):
     """Equations with renumbered values, so that equal programs compare equal."""
 
     program: Program  # without results
     arguments: tuple[Operand, ...]  # operands in the loss, with constants
-    avals: tuple[Hashable, ...]  # the arguments' shapes and dtypes
     values: tuple[int, ...]  # numbers in the loss of the values after the arguments
+    kind: Hashable  # equal for equal programs of parameters of the same names
 
     @classmethod
-    def create(cls, flat: Flat, positions: Sequence[int]) -> "_Subprogram":
+    def create(cls, cuts: Cuts, piece: Collection[int]) -> "_Subprogram":
+        """Renumbers the values of a layer's equations."""
         # Constants are arguments, so that layers may differ by a literal.
+        flat, names = cuts.depends.flat, cuts.depends.names
         constants: dict[int, Constant] = {}
 
         def number(x: Operand) -> int:
@@ -117,51 +51,26 @@ class _Subprogram(NamedTuple):
             dataclasses.replace(
                 flat.eqns[n], inputs=tuple(map(number, flat.eqns[n].inputs))
             )
-            for n in positions
+            for n in _in_order(cuts, piece)
         ]
         program, args = Program.create(eqns, ())
         arguments = tuple(constants.get(x, x) for x in args)
         values = tuple(x for e in eqns for x in e.outputs)
-        return cls(program, arguments, tuple(map(flat.aval, arguments)), values)
-
-
-@dataclasses.dataclass(eq=False)
-class _Group:
-    """A group of equal layers."""
-
-    layers: list[int]
-    computed: Hashable  # for comparison of programs
-    # The role of each argument; None for values from before the layers.
-    roles: Sequence[Weight | Carried | None]
-    # The place among the layer's values of each slot's next value; None for the last
-    # layer, which has no next value and so agrees with all others.
-    carried: Mapping[int, int] | None
-
-    def takes(self, other: "_Group") -> bool:
-        """True if another layer belongs to this group."""
-        # The first layer reads values from before the layers instead of a carry.
-        first = other.layers == [0]
-        return (
-            self.computed == other.computed
-            and (None in (self.carried, other.carried) or self.carried == other.carried)
-            and all(
-                local == theirs
-                or (first and theirs is None and isinstance(local, Carried))
-                for local, theirs in zip(self.roles, other.roles, strict=True)
-            )
-        )
+        types = [
+            (flat.aval(x), names.get(n)) for n, x in zip(args, arguments, strict=True)
+        ]
+        return cls(program, arguments, values, (program, *types))
 
 
 class Assembly:
     """The carry of all layers, with the tables and kept values that they share."""
 
-    def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
+    def __init__(self, cuts: Cuts):
         depends = self.depends = cuts.depends
-        self.members, self.flat, self.count = members, depends.flat, depends.count
-        stages = find_stages(cuts, members)
-        self.subprograms = [
-            _Subprogram.create(self.flat, item) for item in _in_order(cuts, stages)
-        ]
+        self.flat, self.count = depends.flat, depends.count
+        stages = find_stages(cuts)
+        layers = [[n for n, x in stages.items() if x == k] for k in range(self.count)]
+        self.subprograms = [_Subprogram.create(cuts, x) for x in layers]
         self.layer_of = {
             x: n for n, item in enumerate(self.subprograms) for x in item.values
         }
@@ -181,6 +90,8 @@ class Assembly:
         self.after: dict[int, Carried | Kept] = {}
         self.slots = self._find_slots()
         self._check_not_skipping()
+        self.roles = [*map(self._roles, range(self.count))]
+        self.following = [*map(self._following, range(self.count - 1))]
 
     def _find_slots(self) -> list[dict[int, int]]:
         """For each layer, the slot of each value of an earlier layer."""
@@ -227,16 +138,22 @@ class Assembly:
 
     def pieces(self) -> Pieces:
         """Returns the loss split into kinds of layers."""
-        groups = self._groups()
+        # The first layer is added last, to any matching group.
+        groups: list[list[int]] = []
+        for n in (*range(1, self.count), 0):
+            equal = [group for group in groups if self._is_equal(n, group)]
+            if equal:
+                equal[0].append(n)
+            else:
+                groups.append([n])
         initial: list[Operand | None] = [None] * len(self.carried)
-        for group in groups:
-            # The first layer's arguments are the first values of the slots.
-            if 0 in group.layers:
-                first = self.subprograms[0].arguments
-                for role, x in zip(group.roles, first, strict=True):
-                    if isinstance(role, Carried):
-                        initial[role.slot] = x
-        kind_of = {n: index for index, x in enumerate(groups) for n in x.layers}
+        # The first layer's arguments are the first values of the slots.
+        group = next(x for x in groups if 0 in x)
+        first = self.subprograms[0].arguments
+        for role, x in zip(self.roles[group[0]], first, strict=True):
+            if isinstance(role, Carried):
+                initial[role.slot] = x
+        kind_of = {n: index for index, x in enumerate(groups) for n in x}
         return Pieces(
             flat=self.flat,
             kinds=list(map(self._kind, groups)),
@@ -249,48 +166,41 @@ class Assembly:
             inside=frozenset(self.layer_of),
         )
 
-    def _groups(self) -> list[_Group]:
-        """Groups equal layers. The first layer is added last, to any matching group."""
-        groups: list[_Group] = []
-        for n in (*range(1, self.count), 0):
-            group = self._single(n)
-            known = next((g for g in groups if g.takes(group)), None)
-            if known is None:
-                groups.append(group)
-                continue
-            known.layers.append(n)
-            known.carried = group.carried if known.carried is None else known.carried
-        return groups
+    def _roles(self, n: int) -> list[Weight | Carried | None]:
+        """The roles of a layer's arguments; None for values from before the layers."""
+        known: dict[int, Weight | Carried]
+        known = {x: Weight(name) for x, name in self.depends.names.items()}
+        known |= {x: Carried(slot) for x, slot in self.slots[n].items()}
+        arguments = self.subprograms[n].arguments
+        return [known.get(x) if isinstance(x, int) else None for x in arguments]
 
-    def _single(self, n: int) -> _Group:
-        subprogram, members = self.subprograms[n], self.members
+    def _following(self, n: int) -> dict[int, int]:
+        """The place among a layer's values of each slot's next value."""
+        places = {x: k for k, x in enumerate(self.subprograms[n].values)}
+        return {slot: places[x] for x, slot in self.slots[n + 1].items() if x in places}
 
-        def role(x: Operand) -> Weight | Carried | None:
-            if isinstance(x, Constant):
-                return None
-            if x in members:
-                return Weight(members[x])
-            return Carried(self.slots[n][x]) if x in self.slots[n] else None
-
-        carried = None
-        if n + 1 < self.count:
-            places = {x: k for k, x in enumerate(subprogram.values)}
-            following = self.slots[n + 1].items()
-            carried = {slot: places[x] for x, slot in following if x in places}
-        computed = subprogram.program, subprogram.avals
-        return _Group([n], computed, [*map(role, subprogram.arguments)], carried)
-
-    def _kind(self, group: _Group) -> LayerKind:
-        subprogram = self.subprograms[group.layers[0]]
-        arguments = zip(
-            *(self.subprograms[n].arguments for n in group.layers), strict=True
+    def _is_equal(self, n: int, group: Sequence[int]) -> bool:
+        """True if a layer is of a group's kind."""
+        if self.subprograms[n].kind != self.subprograms[group[0]].kind:
+            return False
+        # The last layer has no next values, and so agrees with all others.
+        following = [self.following[m] for m in (n, *group) if m + 1 < self.count]
+        # The first layer reads values from before the layers instead of a carry.
+        return all(x == following[0] for x in following) and all(
+            known == role or (n == 0 and role is None and isinstance(known, Carried))
+            for known, role in zip(self.roles[group[0]], self.roles[n], strict=True)
         )
+
+    def _kind(self, layers: Sequence[int]) -> LayerKind:
+        subprogram = self.subprograms[layers[0]]
+        arguments = zip(*(self.subprograms[n].arguments for n in layers), strict=True)
         roles = [
-            role or self._before_layers(group.layers, operands)
-            for role, operands in zip(group.roles, arguments, strict=True)
+            role or self._before_layers(layers, operands)
+            for role, operands in zip(self.roles[layers[0]], arguments, strict=True)
         ]
-        carried = self._last(group) if group.carried is None else group.carried
-        kept = self._kept(group, carried)
+        last = layers == [self.count - 1]
+        carried = self._last() if last else self.following[min(layers)]
+        kept = self._kept(layers, carried)
         # A value that is both carried and kept is one result.
         results = sorted({*carried.values(), *kept.values()})
         outputs = tuple(len(roles) + x for x in results)
@@ -322,9 +232,9 @@ class Assembly:
         self.tables.append(row)
         return FromTable(len(self.tables) - 1)
 
-    def _last(self, group: _Group) -> dict[int, int]:
+    def _last(self) -> dict[int, int]:
         """The carry of a last layer of its own kind, by shapes and dtypes."""
-        values = self.subprograms[group.layers[0]].values
+        values = self.subprograms[-1].values
         # The latest value of each type, as in the other layers.
         free = [k for k, x in enumerate(values) if x in self.needed_after][::-1]
         carried: dict[int, int] = {}
@@ -335,12 +245,14 @@ class Assembly:
                     break
         return carried
 
-    def _kept(self, group: _Group, carried: Mapping[int, int]) -> dict[int, int]:
-        """The values that a group's layers keep for the epilogue, by number."""
+    def _kept(
+        self, layers: Sequence[int], carried: Mapping[int, int]
+    ) -> dict[int, int]:
+        """The values that equal layers keep for the epilogue, by number."""
         places: dict[int, int] = {}
         numbers: dict[int, int] = {}
         slots = {place: slot for slot, place in carried.items()}
-        for n in group.layers:
+        for n in layers:
             for place, x in enumerate(self.subprograms[n].values):
                 if x not in self.needed_after:
                     continue
@@ -355,27 +267,25 @@ class Assembly:
         return places
 
 
-def _in_order(cuts: Cuts, stages: Mapping[int, int]) -> list[list[int]]:
-    """Sorts the equations of each layer depth first, operands before users.
+def _in_order(cuts: Cuts, piece: Collection[int]) -> Iterable[int]:
+    """Sorts the equations of a layer depth first, operands before users.
 
     The order depends only on the computation, so that equal layers compare equal. The
     order of the trace differs: an equation that depends on parameters in other layers
     may depend on none in the first layer, and is then sorted before the layers.
     """
-    eqns, source = cuts.depends.flat.eqns, cuts.depends.flat.source
-    inputs = lambda n: (source[x] for x in eqns[n].numbers if x in source)
+    eqns, source, piece = cuts.depends.flat.eqns, cuts.depends.flat.source, set(piece)
     needs = {
-        n: [m for m in inputs(n) if stages.get(m) == layer]
-        for n, layer in stages.items()
+        n: [m for x in eqns[n].numbers if (m := source.get(x)) in piece] for n in piece
     }
     used = {m for item in needs.values() for m in item}
-    layers = collections.defaultdict[int, dict[int, None]](dict)
-    for end in (n for n in cuts.order if n not in used):
-        done, queue = layers[stages[end]], [end]
+    done = dict[int, None]()
+    for end in (n for n in cuts.order if n in piece and n not in used):
+        queue = [end]
         while queue:
             missing = [m for m in needs[queue[-1]] if m not in done]
             if missing:
                 queue.append(missing[0])
             else:
                 done[queue.pop()] = None
-    return [list(layers[n]) for n in range(cuts.depends.count)]
+    return done

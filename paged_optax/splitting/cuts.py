@@ -55,11 +55,7 @@ class Cuts:
         users = self.depends.users[layer]
         places = [place for place in self.regions[layer] if self.order[place] in users]
         if not places:
-            raise SplitError(
-                f"layer {layer} is used at {self.depends.line(min(users))} with other"
-                " layers. Layers must be computed in sequence. Name others with"
-                " layers=, or train with jax.grad and a paged optimizer."
-            )
+            raise self._error(layer, min(users), "with other layers")
         return 1 + max(places)
 
     def results_at(self, places: Iterable[int]) -> list[int]:
@@ -77,13 +73,16 @@ class Cuts:
             for n in (self.order[place] for place in self.regions[layer]):
                 again = depends.uses(n) - {layer}
                 if again and not depends.is_pure(n):
-                    raise SplitError(
-                        f"layer {min(again)} is used at {depends.line(n)} after layer"
-                        f" {layer} or with it. Each layer must be used once, in"
-                        " sequence, by equations of its own. Move parameters that are"
-                        " used twice out of the layers, to a key of their own, or name"
-                        " other layers with layers=."
-                    )
+                    how = f"after layer {layer} or with it"
+                    raise self._error(min(again), n, how)
+
+    def _error(self, layer: int, n: int, how: str) -> SplitError:
+        return SplitError(
+            f"layer {layer} is used at {self.depends.line(n)} {how}. Each layer must be"
+            " used once, in sequence, by equations of its own. Move parameters that are"
+            " used twice out of the layers, to a key of their own, name other layers"
+            " with layers=, or train with jax.grad and a paged optimizer."
+        )
 
     def _last(self, before: int, latest: bool) -> int:
         """The cut before the last layer, at the same distance as the cut before it."""

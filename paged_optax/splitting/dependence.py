@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Equation
+from paged_optax.splitting.numbered import Member
 
 # Installed packages that models are built with. Errors point to the user's own line.
 _LIBRARIES = re.compile(
@@ -46,6 +47,7 @@ class Depends:
 
     flat: Flat
     live: Sequence[int]  # positions of the equations that the loss needs
+    names: Mapping[int, Member]  # of the layers' parameters, within their layer
     layer: Mapping[int, int]  # of each parameter, in the order of computation
     count: int  # number of layers
     # The last layer that each value depends on, of all values that depend on
@@ -59,16 +61,17 @@ class Depends:
 
     @classmethod
     def create(
-        cls, flat: Flat, weights: Iterable[int], members: Sequence[Iterable[int]]
+        cls, flat: Flat, params: int, members: Sequence[Mapping[Member, int]]
     ) -> "Depends":
-        """Follows the parameters `weights`, with each layer's `members`."""
+        """Follows the first values `params`, with each layer's `members`."""
         live, count = flat.needed(flat.outputs), len(members)
-        param_index = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
+        names = {n: name for layer in members for name, n in layer.items()}
+        param_index = {x: n for n, item in enumerate(members) for x in item.values()}
         pure = dict.fromkeys(flat.constants, frozenset[int]())
         pure |= {leaf: frozenset([n]) for leaf, n in param_index.items()}
         # A scalar of other parameters counts as a constant if a layer's scalar is added
         # to it: a sum of all norms may begin with an embedding's.
-        remaining = set(weights) - set(param_index)
+        remaining = set(range(params)) - set(param_index)
         after = dict.fromkeys(remaining, -1)
         order: dict[int, int] = {}  # of the layers by first use, whatever their numbers
         last = lambda layers: order[min(layers)] if len(layers) == 1 else count
@@ -97,8 +100,7 @@ class Depends:
         after |= {x: last(layers) for x, layers in pure.items()}
         pure = {x: frozenset(map(order.__getitem__, y)) for x, y in pure.items()}
         layer = {leaf: order[n] for leaf, n in param_index.items()}
-        _sink(flat, live, pure, layer, after, count)
-        return cls(flat, live, layer, count, after, pure)
+        return cls(flat, live, names, layer, count, after, pure)
 
     @functools.cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
@@ -150,26 +152,3 @@ def _unused(
         f"the loss does not use layer {layer}. Remove it from the parameters, or name"
         " other layers with layers=."
     )
-
-
-def _sink(
-    flat: Flat,
-    live: Sequence[int],
-    pure: Mapping[int, frozenset[int]],
-    layer: Mapping[int, int],
-    after: dict[int, int],
-    count: int,
-) -> None:
-    """Moves scalars of a layer's parameters, such as norms, after all layers."""
-    # Such a sum begins in the first layer, which would otherwise differ from others.
-    early = set[int]()  # values with users that do not follow all layers
-    users = set[int]()  # values with users
-    for n in reversed(live):
-        operands, results = flat.eqns[n].numbers, flat.eqns[n].outputs
-        small = all(flat.size(x) == 1 and x not in layer for x in (*operands, *results))
-        late = not users.isdisjoint(results) and early.isdisjoint(results)
-        if results[0] in pure and small and late:
-            after |= dict.fromkeys(results, count)
-        users.update(operands)
-        if after.get(results[0]) != count:
-            early.update(operands)

@@ -36,12 +36,9 @@ def warn_of_lost_state(
     """Warns of state that no step changes, or that the optimizer would change.
 
     These are keys and counts of random numbers, and values of which the loss computes a
-    new one that it does not return, such as running statistics.
-
-    Args:
-      flat: The loss.
-      args: The names and types of its arguments: params, frozen, batch.
-      losses: The number of its first results, which the parameters are trained by.
+    new one that it does not return, such as running statistics. `args` are the names
+    and types of params, frozen and batch. The loss has `losses` results before its
+    metrics.
     """
     names, of_argument = list[str](), dict[str, _Bits]()
     for name, tree in args:
@@ -94,18 +91,17 @@ def warn_of_lost_state(
         name = names[n] if n < len(names) else closed_over
         drawn = [index for x, index in repeated if x & bits[n]]
         recounted = [index for x, index in stale if x & bits[n]]
+        draws_from = "the loss draws random numbers, such as dropout masks, from"
         if drawn and not jnp.issubdtype(flat.avals[n].dtype, jnp.inexact):
             texts.setdefault(
                 "random",
-                f"the loss draws random numbers, such as dropout masks, from {name}: a"
-                f" count or key that no step changes (at {line(drawn[0])}). They are"
-                " the same in each step.",
+                f"{draws_from} {name}: a count or key that no step changes (at"
+                f" {line(drawn[0])}). They are the same in each step.",
             )
         elif recounted:
             texts.setdefault(
                 "random",
-                f"the loss draws random numbers, such as dropout masks, from {name},"
-                " and does not return the new count of them (at"
+                f"{draws_from} {name}, and does not return the new count of them (at"
                 f" {line(recounted[0])}). With the same count and key in the next batch"
                 " they are the same.",
             )

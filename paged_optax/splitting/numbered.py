@@ -24,6 +24,9 @@ Aval = ShapedArray | jax.ShapeDtypeStruct
 #: Identifies a parameter within its layer: whether it is frozen, and its names.
 Member = tuple[bool, Names]
 
+#: The leaves of each parameter in equal subtrees.
+_Run = Mapping[Member, tuple[int, ...]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
@@ -128,47 +131,44 @@ def numbered(
     such as `params["mlp"][n]`. If several candidates have the same parameters, the
     longest common path wins. `leaves` holds whether each leaf is frozen, and its names.
     """
-    groups = _groups(leaves)
-    runs = {
-        before: {
-            key: _longest_run([members[n] for n in sorted(members)], avals)
-            for key, members in groups[before].items()
-        }
-        for before in sorted(groups, key=len)
-    }
+    runs = _runs(leaves, avals)
     lists: dict[frozenset[int], Candidate] = {}
 
-    def add(name: str, leaves: Mapping[Member, tuple[int, ...]], several: bool) -> None:
+    def add(name: str, leaves: _Run, several: bool) -> None:
         stacks = relabeled({x: Stack(item) for x, item in leaves.items()}, avals)
         shown = f"{name.removesuffix('*')}*" if name != "*" or not several else ""
         length = len(next(iter(leaves.values())))
         layers = Candidate(name, shown or "all lists", stacks, length, several)
         lists[frozenset(layers.leaves)] = layers
 
-    for before, by_kind in runs.items():
-        for (direct, kind), stacks in by_kind.items():
-            if direct and stacks and all(names for _, names in stacks):
-                add("/".join((*before, *(kind or ("",)))) or "*", stacks, False)
+    prefixes = sorted(runs, key=len)
+    for prefix in prefixes:
+        for (direct, kind), run in runs[prefix].items():
+            if direct and all(names for _, names in run):
+                add("/".join((*prefix, *(kind or ("",)))) or "*", run, False)
     subtrees = set(lists)
-    for before, by_kind in runs.items():
-        by_length = defaultdict[int, dict[Member, tuple[int, ...]]](dict)
-        for (_, kind), stacks in by_kind.items():
-            for (frozen, names), item in stacks.items():
-                by_length[len(item)][frozen, (*kind, *names)] = item
-        for length, stacks in by_length.items():
-            kinds = [x for x in by_kind.values() if {*map(len, x.values())} == {length}]
+    for prefix in prefixes:
+        by_length = defaultdict[int, list[tuple[Names, _Run]]](list)
+        for (_, kind), run in runs[prefix].items():
+            by_length[len(next(iter(run.values())))].append((kind, run))
+        for group in by_length.values():
+            stacks = {
+                (frozen, (*kind, *names)): item
+                for kind, run in group
+                for (frozen, names), item in run.items()
+            }
             subset = frozenset(n for item in stacks.values() for n in item)
             # A list of arrays within another list is named by itself.
             named = all(names for _, names in stacks)
             if subset not in subtrees and (named or subset not in lists):
-                add("/".join((*before, "")) or "*", stacks, len(kinds) > 1)
+                add("/".join((*prefix, "")) or "*", stacks, len(group) > 1)
     return list(lists.values())
 
 
-def _groups(
-    leaves: Sequence[tuple[bool, Names]],
-) -> Mapping[Names, Mapping[tuple[bool, Names], Mapping[int, Mapping[Member, int]]]]:
-    """Numbered leaves by prefix, kind and number.
+def _runs(
+    leaves: Sequence[tuple[bool, Names]], avals: Sequence[Aval]
+) -> Mapping[Names, Mapping[tuple[bool, Names], _Run]]:
+    """The longest run of numbered subtrees by prefix and kind.
 
     A kind is the names between the prefix and the number, and whether the prefix ends
     at the number.
@@ -185,26 +185,26 @@ def _groups(
         first = names[k] and 1 in known and 0 not in known
         return (names[k], 0) if first else _numbered(names[k])
 
-    groups: dict[Names, dict[tuple[bool, Names], dict[int, dict[Member, int]]]] = (
-        defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    )
+    subtrees: dict[tuple[Names, str], dict[int, dict[Member, int]]] = {}
     for index, (frozen, names) in enumerate(leaves):
         for k in range(len(names)):
-            if (match := number_of(names, k)) is None:
-                continue
-            for start in range(k, -1, -1):
-                # An earlier number belongs to a list around this list.
-                if start < k and number_of(names, start):
-                    break
-                kind = (*names[start:k], *filter(None, match[:1]))
-                members = groups[names[:start]][start == k, kind]
-                members[match[1]][frozen, names[k + 1 :]] = index
-    return groups
+            if match := number_of(names, k):
+                members = subtrees.setdefault((names[:k], match[0]), {})
+                members.setdefault(match[1], {})[frozen, names[k + 1 :]] = index
+    runs = defaultdict[Names, dict[tuple[bool, Names], _Run]](dict)
+    for (names, kind), members in subtrees.items():
+        run = _longest_run([members[n] for n in sorted(members)], avals)
+        for k in range(len(names), -1, -1) if run else ():
+            # An earlier number belongs to a list around this list.
+            if k < len(names) and number_of(names, k):
+                break
+            runs[names[:k]][k == len(names), (*names[k:], *filter(None, [kind]))] = run
+    return runs
 
 
 def _longest_run(
     members: Sequence[Mapping[Member, int]], avals: Sequence[Aval]
-) -> dict[Member, tuple[int, ...]]:
+) -> _Run:
     """The longest run of equal subtrees, or of equal groups of subtrees.
 
     The first or the last subtrees may differ, for example dense layers before experts.

@@ -1,6 +1,7 @@
 """Candidates for the layers of a loss: stacks that are scanned over, or indexed."""
 
 import dataclasses
+import os.path
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -12,7 +13,15 @@ from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of, trace
 from paged_optax.analysis.program import Constant, Equation, Operand, used_values
-from paged_optax.splitting.assembly import (
+from paged_optax.splitting.dependence import SplitError, source_line
+from paged_optax.splitting.numbered import (
+    Candidate,
+    Member,
+    Names,
+    Stack,
+    relabeled,
+)
+from paged_optax.splitting.pieces import (
     Carried,
     FromTable,
     Kept,
@@ -21,14 +30,6 @@ from paged_optax.splitting.assembly import (
     Role,
     Seen,
     Weight,
-)
-from paged_optax.splitting.dependence import SplitError, source_line
-from paged_optax.splitting.numbered import (
-    Candidate,
-    Member,
-    Names,
-    Stack,
-    relabeled,
 )
 
 
@@ -141,10 +142,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Candidate]:
         if all(leaves[x.leaf][0] for x in subset) or eqn.traced.params["length"] < 2:
             continue
         names = [leaves[x.leaf][1] for x in subset]
-        # The common prefix of all names, without the last part of any.
-        common = names[0][: min(map(len, names)) - 1]
-        while any(x[: len(common)] != common for x in names):
-            common = common[:-1]
+        common = tuple(os.path.commonprefix([x[:-1] for x in names]))
         # The scanned axis is the leading one, after any transposition.
         axes = {x.leaf: x.axes[0] for x in subset}
         layers = _candidate(flat, leaves, axes, common, "a scan")
@@ -249,7 +247,8 @@ def _part(
     """Computes a slice of a prepared stack from a layer's parameter."""
     place, x = source.axes.index(axis), source.one(x, axis)
     # `jnp.unstack` drops the axis.
-    x = x if np.shape(x) == shape else lax.expand_dims(x, [place])
+    if np.shape(x) != shape:
+        x = lax.expand_dims(x, [place])
     if np.shape(x) == shape:
         return x
     # The slice is a part of the layer, such as `stack[n, :2]`.

@@ -15,7 +15,7 @@ from paged_optax.analysis.program import Constant, Equation, Operand, used_value
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef, without_explicit_axes
 from paged_optax.layerwise.loss import check_loss, has_metrics
-from paged_optax.splitting.assembly import Assembly, Pieces
+from paged_optax.splitting.assembly import Assembly
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import Depends, SplitError, source_line
 from paged_optax.splitting.lost_state import warn_of_lost_state
@@ -27,6 +27,7 @@ from paged_optax.splitting.numbered import (
     numbered,
     split_names,
 )
+from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scans import by_layer, indexed, scanned_pieces, scans
 from paged_optax.transform.context import without
 
@@ -83,12 +84,7 @@ class Loss:
     def split(
         self, batch: PyTree[jax.ShapeDtypeStruct], first: Candidate | None = None
     ) -> SplitLoss:
-        """Splits the loss between its largest layers.
-
-        Args:
-          batch: The types of a batch.
-          first: The layers for another batch, whose stacks are required, or None.
-        """
+        """Splits the loss between its largest layers, or those of the first batch."""
         traced = self.traced(batch)
         closed, shapes = traced.jaxpr, traced.out_info
         check_loss("loss", shapes)
@@ -110,7 +106,7 @@ class Loss:
         candidates = self._named(known)
         if first is not None:
             same = [x for x in candidates if x.stacks == first.stacks and x.scan]
-            candidates = same or ([first] if not first.scan else candidates)
+            candidates = same or [dataclasses.replace(first, scan=None)]
         refused: list[tuple[Candidate, SplitError]] = []
         # A frozen model of the same structure, whose output the loss uses, has layers
         # of the same names outside of the trained ones.
@@ -180,9 +176,7 @@ def _split(
     members, is_stacked = layers.members, layers.length > len(layers.members)
     if is_stacked:
         flat, members = by_layer(flat, layers)
-    names = {n: name for item in members for name, n in item.items()}
-    weights = {*range(count), *names}
-    depends = Depends.create(flat, weights, [x.values() for x in members])
+    depends = Depends.create(flat, count, members)
     layer_of = lambda n: depends.layer[next(iter(members[n].values()))]
     order = sorted(range(layers.length), key=layer_of)
     if not is_stacked:
@@ -192,7 +186,7 @@ def _split(
         }
         layers = dataclasses.replace(layers, stacks=stacks)
     cut = lambda latest, interleaved=False: Assembly(
-        Cuts(depends, latest=latest, interleaved=interleaved), names
+        Cuts(depends, latest=latest, interleaved=interleaved)
     ).pieces()
     # If a layer ends or begins with equations that keep the size of the carry, several
     # cuts are equally good. The cut with the fewest kinds of layers wins.
@@ -251,7 +245,7 @@ def _check_same_stacks(first: Candidate, layers: Candidate) -> None:
     if layers.stacks == first.stacks:
         return
     known, item = (next(iter(x.stacks.values())).leaves for x in (first, layers))
-    order = [known.index(n) if n in known else f"leaf {n}" for n in item]
+    order = [known.index(n) for n in item]
     raise SplitError(
         f"loss takes its layers in the order {order} of the stacks of {first.shown},"
         " for parameters and a batch of these types. The batch of split_layers"

@@ -1,7 +1,8 @@
 """Stacks the layers' parameters, and unstacks them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -13,18 +14,13 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
-from paged_optax.backend.types import (
-    PyTreeDef,
-    is_committed,
-    is_traced,
-    shape_dtype,
-)
+from paged_optax.backend.types import is_committed, is_traced, shape_dtype
 from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.engine.transfers import to_host
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
 from paged_optax.layerwise.slices import write_slice
-from paged_optax.splitting.numbered import Names, Stack
+from paged_optax.splitting.numbered import Names
 from paged_optax.state.leaves import is_quantized
 
 
@@ -34,13 +30,8 @@ class Stacking:
 
     argument: str  # the user's name for the tree
     types: PyTree[jax.ShapeDtypeStruct]  # of the tree
-    layers: Mapping[Names, Stack]
-    rest: Mapping[Names, int]  # the other leaves, by name
-
-    @property
-    def structure(self) -> PyTreeDef:
-        """The tree's structure."""
-        return jax.tree.structure(self.types)
+    tree: LayerTree  # the tree mapped to its stacks
+    axes: Mapping[int, int]  # the layers' axis of leaves that are stacks, by number
 
     def stacked(
         self, tree: PyTree, *, on_host: bool | Literal["all"], min_size: int | str
@@ -51,52 +42,39 @@ class Stacking:
                 f"on_host={brief(on_host)}: True puts the layers on the host, 'all' the"
                 " other parameters too."
             )
-        leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
-        layers: dict[Names, Shaped] = {}
-        for name, x in self.layers.items():
-            subset = [leaves[n] for n in x.leaves]
-            layers[name] = (
-                _on_host(subset, x.axis, min_size)
-                if on_host
-                else stack_leaves(subset, x.axis)
-            )
-        # Objects with `__array__` are read into NumPy arrays.
+        self._check(tree)
+        smallest = parse_bytes("min_size", min_size)
+        make = functools.partial(_on_host, min_size) if on_host else stack_leaves
         known = Array, np.ndarray, jax.ShapeDtypeStruct
-        read = lambda x: x if isinstance(x, known) else np.asarray(x)
-        rest = {name: read(leaves[n]) for name, n in self.rest.items()}
-        if on_host == "all":
-            place = lambda x: x if nbytes(x) < smallest else place_on_host(x)
-            rest = {name: place(x) for name, x in rest.items()}
-        return {"layers": nested(layers), "rest": nested(rest)}
+
+        def single(n: int, x: Shaped) -> Shaped:
+            if n in self.axes:
+                return make([x], self.axes[n])
+            # Objects with `__array__` are read into NumPy arrays.
+            x = x if isinstance(x, known) else np.asarray(x)
+            return place_on_host(x) if on_host == "all" and nbytes(x) >= smallest else x
+
+        return self.tree.stack(tree, make, single)
 
     def unstacked(self, stacked: PyTree) -> PyTree:
         """Restores the tree from its stacks."""
-        leaves: dict[int, Shaped] = {}
-        layers = unnested(stacked, [("layers", *names) for names in self.layers])
-        for (names, stack), x in zip(self.layers.items(), layers, strict=True):
-            count = len(stack.leaves)
-            if stack.axis is None and x.shape[:1] != (count,):
+        for path, member in jax.tree_util.tree_leaves_with_path(self.tree.members):
+            x, (first, *names) = stacked, [key.key for key in path]
+            for name in (first, *names):
+                if not isinstance(x, Mapping) or name not in x:
+                    raise ValueError(
+                        f"the parameters have no {'/'.join((first, *names))!r}: pass"
+                        " the tree that model.stack returned, or a step."
+                    )
+                x = x[name]
+            if isinstance(member, LayerNumbers) and x.shape[:1] != (len(member),):
                 raise ValueError(
                     f"{self.argument}['layers'] has {'/'.join(names)!r} of shape"
-                    f" {x.shape}, and the model that split_layers was given has {count}"
-                    " layers: pass the stacks of all of them."
+                    f" {x.shape}, and the model that split_layers was given has"
+                    f" {len(member)} layers: pass the stacks of all of them."
                 )
-            parts = unstack_leaf(x, count, stack.axis)
-            leaves.update(zip(stack.leaves, parts, strict=True))
-        rest = unnested(stacked, [("rest", *names) for names in self.rest])
-        leaves.update(zip(self.rest.values(), rest, strict=True))
-        in_order = [leaves[n] for n in range(len(leaves))]
-        return jax.tree.unflatten(self.structure, in_order)
-
-    @property
-    def tree(self) -> LayerTree:
-        """The tree mapped to its stacks."""
-        layers = {
-            name: LayerNumbers(stack.leaves) if stack.axis is None else stack.leaves[0]
-            for name, stack in self.layers.items()
-        }
-        members = {"layers": nested(layers), "rest": nested(self.rest)}
-        return LayerTree(self.structure, members)
+        tree = self.unstacked_state(stacked)
+        return self.tree.structure.unflatten(jax.tree.leaves(tree))
 
     def stacked_state(self, state: PyTree) -> PyTree:
         """Converts a state of the tree to a state of the stacks."""
@@ -105,20 +83,18 @@ class Stacking:
 
     def unstacked_state(self, state: PyTree) -> PyTree:
         """Converts a state of the stacks to a state of the tree."""
-        tree = self.tree
-        apart = lambda x: unstack_leaf(x, tree.length)
+        apart = lambda x: unstack_leaf(x, self.tree.length)
         back = lambda x, axis: unstack_leaf(x, 1, axis)[0]
-        return tree.unstack(state, apart, self._moved(back))
+        return self.tree.unstack(state, apart, self._moved(back))
 
     def _moved(
         self, move: Callable[[Shaped, int], Shaped]
     ) -> Callable[[int, PyTree], PyTree]:
         """Moves the layers' axis of a stack's moment, given its parameter's number."""
         shapes = list(leaf_shapes(self.types).items())
-        axes = {x.leaves[0]: x.axis for x in self.layers.values()}
 
         def moved(n: int, x: PyTree) -> PyTree:
-            axis, (name, sizes) = axes.get(n), shapes[n]
+            axis, (name, sizes) = self.axes.get(n), shapes[n]
             if not axis or not getattr(x, "ndim", 1):
                 return x
             if is_quantized(x) or len(x.shape) != len(sizes):
@@ -131,7 +107,7 @@ class Stacking:
 
         return moved
 
-    def _leaves(self, tree: PyTree) -> list[Shaped]:
+    def _check(self, tree: PyTree) -> None:
         check_arrays(self.argument, tree)
         shapes, known = leaf_shapes(tree), leaf_shapes(self.types)
         for name in known | shapes:
@@ -142,12 +118,11 @@ class Stacking:
                     " loss takes, as model.unstack returns it, or split the model"
                     " again."
                 )
-        if jax.tree.structure(tree) != self.structure:
+        if jax.tree.structure(tree) != self.tree.structure:
             raise ValueError(
                 f"{self.argument} has other containers than split_layers was given."
                 " Pass a tree as model.unstack returns it."
             )
-        return jax.tree.leaves(tree)
 
 
 def leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
@@ -167,23 +142,9 @@ def nested(leaves: Mapping[Names, object]) -> dict[str, PyTree]:
     return tree
 
 
-def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
-    """Returns leaves of nested dicts by their names."""
-    leaves = []
-    for parts in names:
-        at = tree
-        for part in parts:
-            if not isinstance(at, Mapping) or part not in at:
-                raise ValueError(
-                    f"the parameters have no {'/'.join(parts)!r}: pass the tree that"
-                    " model.stack returned, or a step."
-                )
-            at = at[part]
-        leaves.append(at)
-    return leaves
-
-
-def _on_host(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
+def _on_host(
+    min_size: int | str, leaves: Sequence[PyTree], axis: int | None = None
+) -> Shaped:
     """Stacks leaves along a new leading axis, in host memory if they are large."""
     first = leaves[0]
     like = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
@@ -210,7 +171,7 @@ def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
     return stack_leaves([zeros if x is None else x for x in leaves])
 
 
-def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
+def stack_leaves(leaves: Sequence[PyTree], axis: int | None = None) -> Shaped:
     """Stacks leaves along a leading axis, or moves the layers' `axis` there."""
     first = leaves[0]
     make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)

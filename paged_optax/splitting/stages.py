@@ -1,31 +1,25 @@
 """Assigns each equation of a loss to a layer."""
 
 import collections
+import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from paged_optax.analysis.program import Constant, Operand, used_values
 from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import SplitError
-from paged_optax.splitting.numbered import Member
 
 # Values from before the layers of at most this many bytes are not computed in layers.
 _SMALL = 4096
-# Most ways to compare one equation with equations of a layer.
-_CHOICES = 64
 
 
-def find_stages(cuts: Cuts, members: Mapping[int, Member]) -> dict[int, int]:
-    """Returns the layer of each equation: -1 before all layers, their number after.
-
-    `members` has the name of each parameter within its layer.
-    """
+def find_stages(cuts: Cuts) -> dict[int, int]:
+    """Returns the layer of each equation: -1 before all layers, their number after."""
     depends = cuts.depends
-    initial = {
-        n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order
-    }
-    for layer, piece in enumerate(_Search(cuts, members).pieces()):
+    stage = lambda n: -1 if depends.last_layer(n) < 0 else depends.count
+    initial = {n: stage(n) for n in cuts.order}
+    for layer, piece in enumerate(_Search(cuts).pieces()):
         initial.update(dict.fromkeys(piece, layer))
     _check_location(cuts, initial)
     return _with_preceding(cuts, initial)
@@ -34,132 +28,104 @@ def find_stages(cuts: Cuts, members: Mapping[int, Member]) -> dict[int, int]:
 class _Search:
     """Searches the equations of all layers.
 
-    Inner layers lie between two cuts. No cut begins the first layer or ends the last
-    one: they have equations equal to another layer's. Without such equations, they
-    begin or end where values of the carry's types are alive.
+    Inner layers lie between two cuts, and one cut ends the first layer or begins the
+    last one. These have equations equal to another layer's. Without such equations,
+    they begin or end where values of the carry's types are alive.
     """
 
-    def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
-        self.cuts, self.members = cuts, members
-        self.depends, self.flat = cuts.depends, cuts.depends.flat
-        self.count = cuts.depends.count
-        self.numbers: dict[Hashable, int] = {}  # of equal computations
+    def __init__(self, cuts: Cuts):
+        self.cuts, self.depends, self.flat = cuts, cuts.depends, cuts.depends.flat
+        self.order = [*cuts.order, -1]  # the loss's results follow
 
-    def pieces(self) -> list[Sequence[int]]:
+    def pieces(self) -> list[Collection[int]]:
         cuts, order = self.cuts.cuts, self.cuts.order
         inner = [order[start:stop] for start, stop in itertools.pairwise(cuts)]
-        first, last = self._first(self._templates(inner)), None
-        if first is None:
-            starts = self._starts() or [self.cuts.regions[0].start]
-            first = self._from(starts[0])
-            if not inner:
-                # Of two layers, each is compared with the other.
-                pieces = map(self._from, starts)
-                pairs = ((x, self._last(self._templates([x]))) for x in pieces)
-                first, last = next((x for x in pairs if x[1]), (first, None))
-        last = last or self._last(self._templates([*inner, first]))
-        return [first, *inner, last or order[cuts[-1] : self._ends_at()]]
+        first = self._equal(inner, order[: cuts[0]], 0)
+        firsts = [first] if first else [*map(self._from, self._starts())]
+        last = order[cuts[-1] :]
+        # Of two layers, each is compared with the other.
+        for first in firsts[: 1 if inner else None]:
+            if piece := self._equal([*inner, first], last, self.depends.count - 1):
+                return [first, *inner, piece]
+        return [firsts[0], *inner, order[cuts[-1] : self._ends_at()]]
 
-    def _numbered(
+    def _equal(
         self,
-        eqns: Iterable[int],
-        layer: int,
-        free: Callable[[int], bool],
-        among: Mapping[int, int] | None = None,
-    ) -> dict[int, tuple[int, list[int]]]:
-        """Numbers the computations of a layer, and lists the operands within.
+        layers: Sequence[Collection[int]],
+        candidates: Sequence[int],
+        number: int,
+    ) -> set[int] | None:
+        """The candidates for layer `number` that equal another layer; None without."""
+        eqns, source, aval = self.flat.eqns, self.flat.source, self.flat.aval
+        depends, step = self.depends, 1 if number else -1  # from the cut
+        # Equations that read a parameter of the layer, or an array prepared from it.
+        array = lambda x: x in depends.layer or self.flat.size(x) > 1
+        reads = lambda n: any(x in depends.pure and array(x) for x in eqns[n].numbers)
+        needed = {n for n in candidates if depends.uses(n) == {number} and reads(n)}
+        values = [x for n in candidates for x in eqns[n].outputs][::step]
+        types = lambda n: (eqns[n].primitive.name, *map(aval, eqns[n].outputs))
+        for layer in {tuple(map(types, x)): {*x} for x in layers}.values():
+            outputs = [x for n in sorted(layer) for x in eqns[n].outputs]
+            results = [x for x in outputs if not self._users([x]) <= layer][::step]
+            equal = dict[int, Operand]()
+            add = functools.partial(self._add_equal, equal, layer)
+            if not all(any(add(x, y) for y in values) for x in results):
+                continue
+            piece = {source[y] for x in outputs if isinstance(y := equal.get(x), int)}
+            known = {equal[x] for x in results}
+            if needed <= piece and (number or self._is_first(piece, known)):
+                return piece
+        return None
 
-        Equal computations of parameters of the same names, and of any values of equal
-        types, have one number. Values that are `free` may come from outside, and
-        `among` has the number of occurrences of each number; None for any.
+    def _is_first(self, piece: set[int], results: set[Operand]) -> bool:
+        """True if the other layers do without the equations of a first layer."""
+        depends, eqns = self.depends, self.flat.eqns
+        values = lambda ns: {x for n in ns for x in eqns[n].outputs}
+        own = {n for n in self.order[: self.cuts.cuts[0]] if depends.last_layer(n) == 0}
+        # Others may not use equations of the piece that precede the layers. Equations
+        # that are not in the piece, such as sums of norms, follow all layers.
+        late = self._users(values(own - piece)) - own
+        return self._users(values(piece - own) - results) <= piece and all(
+            n < 0 or depends.last_layer(n) == depends.count for n in late
+        )
+
+    def _add_equal(
+        self, equal: dict[int, Operand], layer: set[int], result: int, other: int
+    ) -> bool:
+        """Adds a layer's result, with the values before it, if another value equals it.
+
+        Maps the layer's values to the others in `equal`.
         """
-        numbered: dict[int, tuple[int, list[int]]] = {}
-        inner: dict[Operand, Hashable] = {}
-        left = collections.Counter(among)
+        flat, eqns = self.flat, self.flat.eqns
+        source = lambda x: flat.source.get(x, -1) if isinstance(x, int) else -1
+        name = lambda x: self.depends.names.get(x) if isinstance(x, int) else None
+        place = lambda x, n: eqns[n].outputs.index(x)
+        function = lambda x, n: (eqns[n].primitive, eqns[n].params, place(x, n))
+        added, others = dict(equal), set(equal.values())
+        queue: list[tuple[Operand, Operand]] = [(result, other)]
+        while queue:
+            x, y = queue.pop()
+            # The first layer may read a literal where others read a value.
+            allowed = isinstance(x, int) or isinstance(y, Constant)
+            if flat.aval(x) != flat.aval(y) or not allowed:
+                return False
+            if isinstance(x, Constant) or added.get(x) == y:
+                continue
+            n, m = source(x), source(y)
+            if x in added or (n not in layer and name(x) != name(y)):
+                return False
+            added[x] = y
+            if n not in layer:
+                continue
+            if m < 0 or y in others or function(x, n) != function(y, m):
+                return False
+            queue += zip(eqns[n].inputs, eqns[m].inputs, strict=True)
+        equal.update(added)
+        return True
 
-        def meanings(x: Operand) -> Sequence[Hashable]:
-            aval = self.flat.aval(x)
-            if isinstance(x, Constant):
-                # The first layer may read a literal where others read a value.
-                return [("constant", aval), aval]
-            if x in self.depends.layer:
-                fits = self.depends.layer[x] == layer
-                return [("parameter", self.members[x])] if fits else []
-            outside = [aval] if free(x) else []
-            return [inner[x], *outside] if x in inner else outside
-
-        for n in eqns:
-            eqn = self.flat.eqns[n]
-            types = tuple(map(self.flat.aval, eqn.outputs))
-            choices = itertools.product(*map(meanings, eqn.inputs))
-            for operands in itertools.islice(choices, _CHOICES):
-                key = eqn.primitive, eqn.params, operands, types
-                index = self.numbers.setdefault(key, len(self.numbers))
-                if among is not None and not left[index]:
-                    continue
-                left[index] -= 1
-                pairs = zip(eqn.inputs, operands, strict=True)
-                within = [x for x, how in pairs if inner.get(x) == how]
-                numbered[n] = index, used_values(within)
-                inner |= {x: (index, k) for k, x in enumerate(eqn.outputs)}
-                break
-        return numbered
-
-    def _templates(self, pieces: Iterable[Sequence[int]]) -> list[Mapping[int, int]]:
-        """How often a layer computes each number, the largest first."""
-        templates: dict[Hashable, Mapping[int, int]] = {}
-        for piece in pieces:
-            layer = max(map(self.depends.last_layer, piece))
-            numbered = self._numbered(piece, layer, lambda _: True)
-            counts = collections.Counter(index for index, _ in numbered.values())
-            templates.setdefault(frozenset(counts.items()), counts)
-        return sorted(templates.values(), key=lambda x: -sum(x.values()))
-
-    def _first(self, templates: Sequence[Mapping[int, int]]) -> list[int] | None:
-        """The first layer, equal to another layer; None without such equations."""
-        depends, source = self.depends, self.flat.source
-        candidates = self.cuts.order[: self.cuts.cuts[0]]
-        free = lambda x: depends.after.get(x, -1) < 0
-        needed = {n for n in candidates if depends.last_layer(n) == 0}
-        carry = self._alive(self._between(0), self.cuts.end)
-        for template in templates:
-            anywhere = dict.fromkeys(template, len(candidates))
-            numbered = self._numbered(candidates, 0, free, anywhere)
-            # Backward from the first cut: equations before the layers may be equal to
-            # a layer's too.
-            piece, queue = set[int](), [*needed, *(source[x] for x in carry)]
-            while queue:
-                n = queue.pop()
-                if n in numbered and n not in piece:
-                    piece.add(n)
-                    queue += [source[x] for x in numbered[n][1]]
-            counts = collections.Counter(numbered[n][0] for n in piece)
-            # Others may not use equations of the piece that precede the layers.
-            alone = all(self._users(n) <= piece for n in piece - needed)
-            if counts == template and needed <= piece and alone:
-                return [n for n in candidates if n in piece]
-        return None
-
-    def _last(self, templates: Sequence[Mapping[int, int]]) -> list[int] | None:
-        """The last layer, equal to another layer; None without such equations."""
-        depends, cuts = self.depends, self.cuts
-        candidates = cuts.order[cuts.cuts[-1] :]
-        produced = {x for n in candidates for x in self.flat.eqns[n].outputs}
-        free = lambda x: x not in produced
-        params = {x for x, n in depends.layer.items() if n == self.count - 1}
-        reads = lambda n: not params.isdisjoint(self.flat.eqns[n].numbers)
-        needed = {n for n in candidates if reads(n) and len(depends.uses(n)) == 1}
-        for template in templates:
-            piece = self._numbered(candidates, self.count - 1, free, template)
-            if len(piece) == sum(template.values()) and needed <= set(piece):
-                return list(piece)
-        return None
-
-    def _users(self, n: int) -> set[int]:
-        """The learned equations that use the values of an equation."""
-        order, uses = self.cuts.order, self.cuts.uses
-        places = (x for y in self.flat.eqns[n].outputs for x in uses[y])
-        return {order[place] if place < len(order) else -1 for place in places}
+    def _users(self, values: Iterable[int]) -> set[int]:
+        """The learned equations that use values; -1 stands for the loss's results."""
+        return {self.order[place] for x in values for place in self.cuts.uses[x]}
 
     def _from(self, start: int) -> list[int]:
         """The equations of the first layer, if it begins at this place."""
@@ -167,7 +133,7 @@ class _Search:
         piece = {n for n in subset if self.depends.last_layer(n) == 0}
         # Also the equations before that only these need.
         for n in reversed(subset):
-            if self._users(n) <= piece:
+            if self._users(self.flat.eqns[n].outputs) <= piece:
                 piece.add(n)
         return [n for n in subset if n in piece]
 
@@ -193,15 +159,13 @@ class _Search:
         carry = self._types(self._alive(self._between(0), cuts.end))
         is_local = lambda x: cuts.until(x, cuts.end) < cuts.cuts[0]
         alive = lambda place: self._alive(range(region.start, place), cuts.end)
-        return [
-            place
-            for place in range(region.stop, region.start, -1)
-            if self._types(filter(is_local, alive(place))) == carry
-        ]
+        places = range(region.stop, region.start, -1)
+        fits = lambda place: self._types(filter(is_local, alive(place))) == carry
+        return [*filter(fits, places)] or [region.stop]
 
     def _ends_at(self) -> int:
         """The place where a last layer ends that is equal to no other."""
-        cuts, flat, before = self.cuts, self.flat, self._between(self.count - 2)
+        cuts, flat, before = self.cuts, self.flat, self._between(self.depends.count - 2)
         earlier = set(cuts.results_at(range(cuts.regions[0].start, before.start)))
         # It reads no values of earlier layers that are kept for the epilogue.
         places = [cuts.end]

@@ -9,8 +9,8 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import dtype_and_shape, readable_bytes, table
-from paged_optax.splitting.assembly import Pieces
 from paged_optax.splitting.dependence import source_line
+from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
 
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from helpers import apart, split_fuzz
 from paged_optax.analysis.flat import Flat
-from paged_optax.splitting.functions import Functions
+from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scans import Whole
 
 
@@ -20,10 +20,8 @@ def _first_row(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_kind(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(self: Functions, *given: Any) -> Any:
-        pieces = dataclasses.replace(self.pieces, kinds=self.pieces.kinds[:1])
-        split = dataclasses.replace(self.split, pieces=pieces)
-        return layer(dataclasses.replace(self, split=split), *given)
+    def wrong(self: Pieces, *given: Any) -> Any:
+        return layer(dataclasses.replace(self, kinds=self.kinds[:1]), *given)
 
     return wrong
 
@@ -40,7 +38,7 @@ def _derivatives_lost(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _second_stays(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(self: Functions, kind: Any, *given: Any) -> Any:
+    def wrong(self: Pieces, kind: Any, *given: Any) -> Any:
         stays = dataclasses.replace(kind, carried={0: kind.carried[0]})
         return layer(self, stays, *given)
 
@@ -48,7 +46,7 @@ def _second_stays(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nothing_learned(prologue: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(self: Functions, given: Any) -> Any:
+    def wrong(self: Pieces, given: Any) -> Any:
         x, context = prologue(self, given)
         return x, lax.stop_gradient(context)
 
@@ -61,12 +59,12 @@ def _not_prepared(call: Callable[..., Any]) -> Callable[..., Any]:
 
 #: What is broken, by name: a class, its function, and what takes that one's place.
 BREAKAGES: apart.Breakages = {
-    "always the first row": (Functions, "_layer", _first_row),
-    "layers of one kind": (Functions, "layer", _one_kind),
-    "what the first layer kept": (Functions, "epilogue", _first_kept),
+    "always the first row": (Pieces, "_layer", _first_row),
+    "layers of one kind": (Pieces, "layer", _one_kind),
+    "what the first layer kept": (Pieces, "epilogue", _first_kept),
     "derivatives are lost": (Flat, "__init__", _derivatives_lost),
-    "the second value stays": (Functions, "_layer", _second_stays),
-    "what all see has no gradient": (Functions, "prologue", _nothing_learned),
+    "the second value stays": (Pieces, "_layer", _second_stays),
+    "what all see has no gradient": (Pieces, "prologue", _nothing_learned),
     "stacks are not prepared": (Whole, "one", _not_prepared),
 }
 
