@@ -1,7 +1,7 @@
 """Checks of a layerwise step's arguments."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -43,7 +43,6 @@ from paged_optax.transform.context import (
 )
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
-from paged_optax.transform.update import PendingUpdate
 
 
 class Answer(NamedTuple):
@@ -69,10 +68,10 @@ def ask(
     answers: list[Answer] = []
     several = spans_processes((params, state))
 
-    def answer(pending: PendingUpdate) -> tuple[PyTree, PyTree]:
-        said = pending.agreement() if several else {}
-        answers.append(Answer(pending.paged, pending.moved(), said))
-        return pending.gradients, pending.state
+    def answer(
+        pager: PagedTransformation, moved: str, agreement: Callable[[], Values]
+    ) -> None:
+        answers.append(Answer(pager, moved, agreement() if several else {}))
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
         leaves = jax.tree.leaves(shapes)
@@ -81,7 +80,8 @@ def ask(
             # On explicit axes an encoded moment has its parameter's sharding, which is
             # not in the traced shapes.
             stacks = params if tree is None else tree.unstack(params, list)
-            places = [jax.typeof(x).sharding for x in jax.tree.leaves(stacks)]
+            types = [jax.typeof(x).sharding for x in jax.tree.leaves(stacks)]
+            places = [x if is_explicit(x) else None for x in types]
         with known_shardings(leaves, places):
             return tx.update(updates, state, shapes)
 
@@ -106,10 +106,10 @@ def warn_of_moved(answers: Sequence[Answer], workspace: GradientWorkspace) -> No
     """Warns about arrays that left the host; raises if `on_moved` is `"raise"`."""
     for pager, moved, _ in answers:
         if moved:
-            pager.tell(moved)
+            tell(moved, pager.on_moved)
     if moved := _moved(workspace):
         raises = any(pager.on_moved == "raise" for pager, *_ in answers)
-        tell(moved, "workspace", "raise" if raises else "warn")
+        tell(moved, "raise" if raises else "warn", "workspace")
 
 
 def compare_processes(

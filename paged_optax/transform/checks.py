@@ -1,6 +1,5 @@
 """Checks of the arguments of `init` and `update`."""
 
-import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import NoReturn
 
@@ -58,13 +57,13 @@ def paged_by_one(
     return optax.GradientTransformationExtraArgs(alone(inner.init), alone(inner.update))
 
 
-def check_arguments(updates: PyTree, state: PyTree, params: PyTree | None) -> None:
+def check_arguments(
+    updates: PyTree, state: PyTree, params: PyTree | None, *, visited: bool = False
+) -> None:
     """Raises unless an update's arguments are arrays, and only moments on the host."""
-    visitor = current().visitor
-    visited = visitor is not None and visitor.update is not None
-    check_arrays("state", state, shapes=visited)
-    check_arrays("updates", updates, shapes=visited, numbers=True)
-    check_arrays("params", params, shapes=visited, numbers=True)
+    check_arrays("state", state, shapes=False)
+    check_arrays("updates", updates, shapes=False, numbers=True)
+    check_arrays("params", params, shapes=False, numbers=True)
     if not visited:
         check_on_device("gradient", updates)
         check_on_device("parameter", params)
@@ -97,19 +96,15 @@ def warn_of_multi_steps(state: Sequence[Value]) -> None:
 
 def check_not_differentiated(arrays: Sequence[Value]) -> tuple[Value, ...]:
     """Returns arrays that refuse derivatives and `vmap`."""
-    leaves, structure = jax.tree.flatten(tuple(arrays))
     # Codes and counts have no derivatives.
-    inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    numbers = itertools.compress(leaves, inexact)
-    same = iter(_check_not_differentiated(*numbers))
-    pairs = zip(leaves, inexact, strict=True)
-    leaves = [next(same) if is_inexact else x for x, is_inexact in pairs]
-    return jax.tree.unflatten(structure, leaves)
+    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    checked = lambda x: _check_not_differentiated(x) if inexact(x) else x
+    return jax.tree.map(checked, tuple(arrays))
 
 
 @jax.custom_batching.custom_vmap
-def _check_not_batched(*numbers: Array) -> tuple[Array, ...]:
-    return numbers
+def _check_not_batched(x: Array) -> Array:
+    return x
 
 
 @_check_not_batched.def_vmap
@@ -123,8 +118,8 @@ def _(*_: object) -> NoReturn:
 
 
 @jax.custom_jvp
-def _check_not_differentiated(*numbers: Array) -> tuple[Array, ...]:
-    return tuple(_check_not_batched(*numbers))
+def _check_not_differentiated(x: Array) -> Array:
+    return _check_not_batched(x)
 
 
 @_check_not_differentiated.defjvp

@@ -1,11 +1,10 @@
 """Rules that choose the codec of each moment."""
 
 import math
-from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Mapping, Sequence, Set
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from paged_optax.backend.text import matching_names, path_name
@@ -32,12 +31,7 @@ _SIGNED = frozenset("m m1 m2 mu trace".split())
 
 
 def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
-    """Parses the `codec` argument of `paged`.
-
-    Returns:
-      Its rules, by moment or by pattern of parameter paths; empty if all moments are
-      in float32.
-    """
+    """Returns the rules of `paged(codec=...)`; empty if all moments are in float32."""
     rules: dict[str, Rule] = dict(codec) if isinstance(codec, Mapping) else {"*": codec}
     draws(rules)  # raises for an unknown codec
     plain = all(rule in (None, "float32") for rule in rules.values())
@@ -54,112 +48,85 @@ def draws(rules: Mapping[str, Rule]) -> bool:
     return any([x is not None and x.draws for x in (_codec(y, True) for y in names)])
 
 
-class CodedMoment(NamedTuple):
-    """One moment of one parameter, and the rule that names its codec.
-
-    `by_name` is True if the rule names the moment, not its parameter.
-    """
-
-    rule: CodecLike
-    by_name: bool
-    name: str
-    parameter: str
-    aval: ArrayOrShape
-
-    @property
-    def small(self) -> bool:
-        """True if it has too few values for a codec, unless it is part of a whole."""
-        return math.prod(self.aval.shape) < SMALLEST_CODED
-
-    @property
-    def codec(self) -> Codec:
-        """Its codec; raises `ValueError` if it cannot store the moment."""
-        name, dtype = self.name, self.aval.dtype
-        signed = name not in _SQUARES
-        codec = _codec(self.rule, signed)
-        assert codec is not None
-        # A rule may name a moment that is not Optax's as unsigned.
-        if signed and not codec.signed and (name in _SIGNED or not self.by_name):
-            hint = "use a signed one"
-            if name not in _SIGNED:
-                hint += f", or, if it has none, name it: codec={{{name!r}: ...}}"
-            raise ValueError(
-                f"codec {codec!r} cannot store moment {name!r}, which may have"
-                f" negative values: {hint}."
-            )
-        if dtype != jnp.float32:
-            raise ValueError(
-                f"codec {codec!r} stores float32, and moment {name!r} of parameter"
-                f" {self.parameter!r} is {dtype}: leave mu_dtype and its like out, the"
-                " codec says how moments are stored; make the parameter, or"
-                " master_dtype, float32; or store no codes of it, codec={...,"
-                f" {self.parameter!r}: None}}."
-            )
-        return codec
-
-
-def coded_moments(
+def choose(
     rules: Mapping[str, Rule],
     state: PyTree[ArrayOrShape],
     params: PyTree[ArrayOrShape],
     param_indices: Sequence[int | None],
-) -> list[CodedMoment | None]:
-    """Returns the moments of a state that rules name a codec for, None for others.
+    parts: Container[int] = (),
+) -> tuple[list[Codec | None], frozenset[int]]:
+    """Returns the codec of each leaf of a state, and leaves too small for their rule's.
 
     If several rules apply to a moment, the last one wins. A key that names a moment
-    names no parameter. A key that is a parameter's path is no pattern. Raises
-    `ValueError` if a rule names nothing.
+    names no parameter. A key that is a parameter's path is no pattern. `parts` are the
+    positions of parts of larger moments, which are coded even if they have few values.
+    Raises `ValueError` if a rule names nothing, or its codec cannot store the moment.
     """
-    if not rules:
-        return [None] * len(param_indices)
+    state_paths, leaves = leaf_paths(state)
+    codecs, small = dict[int, Codec](), set[int]()
     parameter_paths, _ = leaf_paths(params)
     parameters = [path_name(path) for path in parameter_paths]
     name_of = lambda path, index: path_name(
         path[: len(path) - len(parameter_paths[index])][-1:]
     )
-    pairs = zip(leaf_paths(state)[0], param_indices, strict=True)
-    names = [None if i is None else name_of(path, i) for path, i in pairs]
-    named_by = _parameters_named(rules, names, parameters)
-
-    def moment(
-        name: str | None, index: int | None, aval: ArrayOrShape
-    ) -> CodedMoment | None:
-        if name is None or index is None:
-            return None
+    owners = {n: i for n, i in enumerate(param_indices) if i is not None}
+    names = {n: name_of(state_paths[n], i) for n, i in owners.items()}
+    named_by = _parameters_named(rules, {*names.values()}, parameters)
+    for n, name in names.items():
+        parameter = parameters[owners[n]]
         rule, by_name = None, False
         for key, candidate in rules.items():
             group = named_by[key]
             if group is None:
                 applies = name == key
             else:  # master weights are no moments
-                applies = parameters[index] in group and name not in MASTERS
+                applies = parameter in group and name not in MASTERS
             if applies:
                 rule, by_name = candidate, group is None
         if isinstance(rule, Mapping):
             rule, by_name = rule.get(name), True
         if rule in (None, "float32"):
-            return None
-        return CodedMoment(rule, by_name, name, parameters[index], aval)
+            continue
+        if math.prod(leaves[n].shape) < SMALLEST_CODED and n not in parts:
+            small.add(n)
+        else:
+            moment = name, parameter, leaves[n].dtype
+            codecs[n] = _codec_of_moment(rule, by_name, *moment)
+    return [*map(codecs.get, range(len(leaves)))], frozenset(small)
 
-    return list(map(moment, names, param_indices, jax.tree.leaves(state)))
 
+def _codec_of_moment(
+    rule: CodecLike, by_name: bool, name: str, parameter: str, dtype: np.dtype
+) -> Codec:
+    """Returns a rule's codec; raises `ValueError` if it cannot store the moment.
 
-def choose(
-    moments: Sequence[CodedMoment | None], parts: Container[int] = ()
-) -> list[Codec | None]:
-    """Returns the codec of each leaf of a state, or None.
-
-    `moments` are from `coded_moments`, and `parts` the positions of parts of larger
-    moments, which are coded even if they have few values.
+    `by_name` is True if the rule names the moment, not its parameter.
     """
-    return [
-        None if x is None or (x.small and index not in parts) else x.codec
-        for index, x in enumerate(moments)
-    ]
+    signed = name not in _SQUARES
+    codec = _codec(rule, signed)
+    assert codec is not None
+    # A rule may name a moment that is not Optax's as unsigned.
+    if signed and not codec.signed and (name in _SIGNED or not by_name):
+        hint = "use a signed one"
+        if name not in _SIGNED:
+            hint += f", or, if it has none, name it: codec={{{name!r}: ...}}"
+        raise ValueError(
+            f"codec {codec!r} cannot store moment {name!r}, which may have"
+            f" negative values: {hint}."
+        )
+    if dtype != jnp.float32:
+        raise ValueError(
+            f"codec {codec!r} stores float32, and moment {name!r} of parameter"
+            f" {parameter!r} is {dtype}: leave mu_dtype and its like out, the"
+            " codec says how moments are stored; make the parameter, or"
+            " master_dtype, float32; or store no codes of it, codec={...,"
+            f" {parameter!r}: None}}."
+        )
+    return codec
 
 
 def _parameters_named(
-    rules: Mapping[str, Rule], moments: Sequence[str | None], parameters: Sequence[str]
+    rules: Mapping[str, Rule], moments: Set[str], parameters: Sequence[str]
 ) -> dict[str, set[str] | None]:
     """Returns for each key the parameters that it names; None if it names moments."""
     named_by: dict[str, set[str] | None] = {}
@@ -175,11 +142,10 @@ def _parameters_named(
                     " one codec. Rules by moment go under a parameter's path, as in"
                     f" codec={{{parameters[0]!r}: {{{key!r}: 'dynamic_int8'}}}}."
                 )
-            known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(
                 f"codec has the key {key!r}, and no moment is called so"
-                f" ({', '.join(known)}) nor any parameter matches it"
+                f" ({', '.join(sorted(moments))}) nor any parameter matches it"
                 f" ({', '.join(likely[:3])}, ...)."
             )
     return named_by

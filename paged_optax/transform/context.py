@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import DEVICE, on_host
+from paged_optax.backend.processes import Values
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_explicit, is_traced
 
@@ -43,9 +44,10 @@ class Visitor:
 
     # Receives the `NewState` of every paged `init`.
     init: Callable[[Any], None] | None = None
-    # Receives the `PendingUpdate` of every paged `update`, and returns its results;
-    # None: updates run as usual.
-    update: Callable[[Any], tuple[PyTree, PyTree]] | None = None
+    # Replaces every paged `update`, which returns its arguments. Receives its
+    # `PagedTransformation`, the warning text for moments that left the host, and a
+    # function that returns the facts on which all processes must agree.
+    update: Callable[[Any, str, Callable[[], Values]], None] | None = None
     # The devices of parameters that are types: every paged `init` remembers their
     # shardings, as for arrays. None: it does not.
     mesh: Mesh | None = None
@@ -96,14 +98,29 @@ def current() -> TraceContext:
     return _current.get()
 
 
-def within(**changes: object) -> contextlib.AbstractContextManager[None]:
-    """Changes fields of the context around all calls within."""
-    return _entered(dataclasses.replace(current(), **changes))
+@contextlib.contextmanager
+def within(
+    context: TraceContext | None = None, /, **changes: object
+) -> Generator[None]:
+    """Changes fields of a context, by default the current one, around calls within."""
+    context = dataclasses.replace(context or current(), **changes)
+    names = [x.name for x in dataclasses.fields(context) if x.name != "shardings"]
+    values = [getattr(context, name) for name in names]
+    # Traced values and callbacks equal themselves alone. JAX's caches must not keep
+    # them alive: a new object takes their place.
+    visits = lambda x: isinstance(x, Visitor) and bool(x.init or x.update)
+    alone = lambda x: isinstance(x, Array) or visits(x)
+    token = _current.set(context)
+    try:
+        with _trace_key(tuple([object() if alone(x) else x for x in values])):
+            yield
+    finally:
+        _current.reset(token)
 
 
 def without() -> contextlib.AbstractContextManager[None]:
     """Resets the context around calls that are independent of it."""
-    return _entered(_DEFAULT)
+    return within(_DEFAULT)
 
 
 def known_shardings(
@@ -121,26 +138,6 @@ def sharding_in_type(x: object) -> NamedSharding:
     if is_explicit(now) or not isinstance(known, NamedSharding):
         return now
     return known if is_explicit(known) else now
-
-
-@contextlib.contextmanager
-def _entered(context: TraceContext) -> Generator[None]:
-    def comparable(x: object) -> object:
-        # Traced values and callbacks equal themselves alone. JAX's caches must not keep
-        # them alive: a new object takes their place.
-        alone = isinstance(x, Array)
-        if isinstance(x, Visitor):
-            alone = x.init is not None or x.update is not None
-        return object() if alone else x
-
-    names = [x.name for x in dataclasses.fields(context) if x.name != "shardings"]
-    key = tuple([comparable(getattr(context, name)) for name in names])
-    token = _current.set(context)
-    try:
-        with _trace_key(key):
-            yield
-    finally:
-        _current.reset(token)
 
 
 def only_if(gate: Gate) -> contextlib.AbstractContextManager[None]:
@@ -187,10 +184,6 @@ def all_gates(active: PyTree, updates: PyTree) -> list[Gate]:
 
     A gate combines `active`, see `paged`, with `only_if`: wrappers around do not
     forward `active`.
-
-    Raises:
-      ValueError: If `active` is no prefix of the gradients' structure.
-      TypeError: If one of its leaves is not a bool.
     """
     ambient = current().gate
     gate_of = lambda path, gate: and_gates(ambient, _gate(path, gate))

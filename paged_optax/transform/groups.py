@@ -21,7 +21,7 @@ from paged_optax.codecs import Codec, draw
 from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
-from paged_optax.transform.context import Gate, choose_by, current
+from paged_optax.transform.context import Gate, any_gate, choose_by, current
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import Value
 
@@ -57,13 +57,30 @@ class LeafStreams:
     of the results that replace them.
     """
 
-    analysis: Analysis
     layout: StateLayout
-    arguments: list[Value]
-    counts: dict[int, list[ArrayLike]]  # step counts by parameter, by argument
+    evaluation: Evaluation  # of the programs, for these arguments
     gates: Sequence[Gate]  # for each parameter whether its update is taken
     # For each parameter whether its moments change; under None whether any does.
     moves: Mapping[int | None, Gate]
+
+    @classmethod
+    def create(
+        cls,
+        analysis: Analysis,
+        layout: StateLayout,
+        arguments: list[Value],
+        constants: Mapping[int, ArrayLike],
+        gates: Sequence[Gate],
+        restart: Gate = False,
+    ) -> "LeafStreams":
+        """Evaluates what all leaves share; each parameter may have a step count."""
+        # A count of each parameter is traced as one; see `Evaluation`.
+        counts = {len(gates) + i: arguments[len(gates) + i] for i in layout.counts}
+        args = [counts[i][0] if i in counts else x for i, x in enumerate(arguments)]
+        # On a restart a moment starts again even if its parameter's update is skipped.
+        moves = [any_gate([gate, restart]) for gate in gates]
+        every = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
+        return cls(layout, Evaluation(analysis, args, constants, counts), gates, every)
 
     @functools.cached_property
     def codecs(self) -> dict[int, Codec]:
@@ -71,38 +88,37 @@ class LeafStreams:
         leaves = enumerate(self.layout.leaves, len(self.gates))
         return {index: leaf.codec for index, leaf in leaves if leaf.codec}
 
-    def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[Group]]:
+    def grouped(self) -> tuple[_ByLeaf, list[Group]]:
         """Skips or computes leaves on the device, and groups the others."""
         first = len(self.gates)
         gates_differ = len({id(gate) for gate in self.gates}) > 1
         results: _ByLeaf = {}
         groups: dict[Hashable, Group] = {}
-        for index, leaf in enumerate(self.analysis.leaf_updates):
-            inputs, gate = evaluation.inputs(leaf), self.moves[leaf.param_index]
+        for index, leaf in enumerate(self.evaluation.analysis.leaf_updates):
+            gate = self.moves[leaf.param_index]
             if gates_differ and leaf.param_index is None and leaf.between:
                 raise ValueError(
                     "active=... differs between parameters that inner lays end to end:"
                     " pass one bool for all, or leave optax.flatten out of paged(...)."
                 )
-            olds = [None if p is None else self.arguments[p] for p in leaf.places]
             if gate is False:
                 # A gate that is closed when traced costs nothing: it has no loop.
                 results[index] = [
-                    jnp.zeros(new.shape, new.dtype) if p is None or p < first else x
-                    for p, x, new in zip(leaf.places, olds, leaf.avals, strict=True)
+                    jnp.zeros(new.shape, new.dtype)
+                    if p is None or p < first
+                    else self.evaluation.values[p]
+                    for p, new in zip(leaf.places, leaf.avals, strict=True)
                 ]
                 continue
-            streamed = self._streamed(leaf, inputs, olds)
+            streamed = self._streamed(leaf)
             if streamed.moments:
                 key = self._loop_key(leaf, streamed, gate)
                 groups.setdefault(key, (leaf, {}))[1][index] = streamed
                 continue
-            pairs = zip(leaf.places, olds, leaf.program(inputs), strict=True)
+            new = leaf.program(self.evaluation.inputs(leaf))
             results[index] = [
-                new
-                if p is None or p < first or p in self.counts or new is old
-                else self._gated(p, new)
-                for p, old, new in pairs
+                x if p is None or p < first else self._chosen(p, x)
+                for p, x in zip(leaf.places, new, strict=True)
             ]
         return results, list(groups.values())
 
@@ -114,12 +130,12 @@ class LeafStreams:
         # with stochastic rounding, or with step counts of their own, have a loop each,
         # and so do a layer's in a layerwise step: their stacks are sliced separately.
         drawn = any(x.codec is not None and x.codec.draws for x in streamed.moments)
-        singly = drawn or bool(self.counts) or current().layerwise
+        singly = drawn or bool(self.layout.counts) or current().layerwise
         # Buffers that are only overwritten follow the inputs, and have no number.
         program, arrays = streamed.program, streamed.arrays
         triples = zip(leaf.inputs, program.codecs, arrays, strict=False)
         shared = [
-            self.analysis.same.get(argument, argument)
+            self.evaluation.analysis.same.get(argument, argument)
             for argument, codec, x in triples
             if codec is None and jnp.shape(x) != leaf.shape
         ]
@@ -137,17 +153,16 @@ class LeafStreams:
             *map(jax.typeof, jax.tree.leaves(arrays)),
         )
 
-    def _streamed(
-        self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
-    ) -> StreamedLeaf:
+    def _streamed(self, leaf: LeafUpdate) -> StreamedLeaf:
         first, layout = len(self.gates), self.layout
-        arrays, overwrites = list(inputs), list[int]()
+        arrays, overwrites = self.evaluation.inputs(leaf), list[int]()
         codecs = [self.codecs.get(index) for index in leaf.inputs]
         shapes = [
             layout.leaves[index - first].aval.shape if codec else jnp.shape(x)
-            for index, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
+            for index, codec, x in zip(leaf.inputs, codecs, arrays, strict=True)
         ]
-        for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True):
+        for p, new in zip(leaf.places, leaf.avals, strict=True):
+            old = None if p is None else self.evaluation.values[p]
             # Updates overwrite the gradient's buffer, and moments their own, so that
             # an update allocates pages and nothing else.
             codec = None if p is None else self.codecs.get(p)
@@ -172,7 +187,7 @@ class LeafStreams:
         # An element-wise leaf is divided as its parameter.
         shards, owner = None, leaf.param_index
         if owner is not None and leaf.program.elementwise:
-            same_shape = leaf.shape == self.arguments[owner].shape
+            same_shape = leaf.shape == self.evaluation.values[owner].shape
             shards = layout.parameter_shards[owner] if same_shape else None
         storage = tuple(overwrites), tuple(codecs), tuple(shapes)
         program = LeafProgram(leaf.program, *storage)
@@ -186,33 +201,38 @@ class LeafStreams:
         if not any(codec.draws for codec in codecs.values()):
             return None
         # The state's first leaf is the count of `precision.counted`.
-        step, layer = self.arguments[len(self.gates)], current().layer
+        step, layer = self.evaluation.values[len(self.gates)], current().layer
 
         def words(index: int, codec: Codec) -> UInt32[Array, "2"]:
             key = jax.random.key(getattr(codec, "seed", 0))
             if layer is not None:
                 key = jax.random.fold_in(key, layer)
-            for axis in sorted(varying_axes(self.arguments[index])):
+            for axis in sorted(varying_axes(self.evaluation.values[index])):
                 key = jax.random.fold_in(key, jax.lax.axis_index(axis))
             return draw(jax.random.fold_in(key, index), step).words
 
         drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}
         return (*map(drawn.get, leaf.outputs), *[None] * len(leaf.between))
 
-    def result(self, index: int, new: Value) -> PyTree:
-        """Returns an update, or a leaf of the new state, by its gate."""
-        if index < len(self.gates):
-            return choose_by(self.gates[index], new, None)
-        if index in self.counts:
-            # One value: shared by all, or of a single parameter's leaf.
-            values = new if isinstance(new, list) else [new] * len(self.gates)
-            moves = [self.moves[param_index] for param_index in range(len(self.gates))]
-            return list(map(choose_by, moves, values, self.counts[index]))
-        if new is self.arguments[index]:
-            return new
-        if any(index in x.outputs for x in self.analysis.leaf_updates):
-            return self._undivided(index, new)  # chosen already
-        return self._gated(index, new)
+    def results(self, of_leaves: _ByLeaf) -> list[Array]:
+        """Returns the updates and the new state's arrays, chosen by their gates."""
+        first, leaves = len(self.gates), self.evaluation.analysis.leaf_updates
+        chosen = {p for leaf in leaves for p in leaf.outputs}
+        results = self.evaluation.results([of_leaves[i] for i in range(len(leaves))])
+        for index, new in enumerate(results):
+            if index < first:
+                results[index] = choose_by(self.gates[index], new, None)
+            elif index in self.evaluation.counts:
+                # One value: shared by all, or of a single parameter's leaf.
+                values = new if isinstance(new, list) else [new] * first
+                olds = enumerate(self.evaluation.counts[index])
+                results[index] = [
+                    choose_by(self.moves[i], values[i], old) for i, old in olds
+                ]
+            else:
+                new = new if index in chosen else self._chosen(index, new)
+                results[index] = self._undivided(index, new)
+        return jax.tree.leaves(results)
 
     def _undivided(self, index: int, new: PyTree[Array]) -> PyTree[Array]:
         """Replicates a moment of another shape than its parameter, as `init` does.
@@ -222,15 +242,17 @@ class LeafStreams:
         leaf = self.layout.leaves[index - len(self.gates)]
         owner = leaf.param_index
         shards = None if owner is None else self.layout.parameter_shards[owner]
-        if shards is None or leaf.shards is not None:
+        if shards is None or leaf.shards or new is self.evaluation.values[index]:
             return new
-        replicated = lambda x: dataclasses.replace(shards, axes=((),) * jnp.ndim(x))
-        return jax.tree.map(lambda x: constrained(x, replicated(x)), new)
+        whole = lambda x: dataclasses.replace(shards, axes=((),) * jnp.ndim(x))
+        return jax.tree.map(lambda x: constrained(x, whole(x)), new)
 
-    def _gated(self, index: int, new: ArrayLike) -> ArrayLike:
+    def _chosen(self, index: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, in the old value's place."""
-        old = self.arguments[index]
-        gate = self.moves[self.analysis.param_indices[index]]
+        old = self.evaluation.values[index]
+        if new is old or index in self.evaluation.counts:
+            return new
+        gate = self.moves[self.evaluation.analysis.param_indices[index]]
         shards = self.layout.leaves[index - len(self.gates)].shards
         # XLA would replicate what it can compute anywhere, such as a constant.
         new = constrained(jnp.asarray(choose_by(gate, new, old)), shards)

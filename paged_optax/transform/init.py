@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,6 @@ from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import keystr, readable_bytes
 from paged_optax.backend.types import (
     is_committed,
-    is_explicit,
     is_traced,
     typed_automatic,
     with_automatic_axes,
@@ -50,9 +49,8 @@ from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import check_dtype, check_not_nested
-from paged_optax.transform.context import current, known_shardings, within
+from paged_optax.transform.context import current, known_shardings
 from paged_optax.transform.paged_transformation import PagedTransformation
-from paged_optax.transform.parameter_shardings import MomentShards
 from paged_optax.transform.state_layout import StateLayout, resident
 from paged_optax.transform.trees import (
     Parameter,
@@ -60,6 +58,7 @@ from paged_optax.transform.trees import (
     Value,
     as_arrays,
     leaf_paths,
+    parameter_of,
 )
 
 
@@ -70,14 +69,9 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
         return paged.inner.init(params)
     metadata = optimizer_shardings(params)
     shardings = jax.tree.leaves(params), parameter_shardings(params)
-    visitor = current().visitor
-    # JAX's caches keep traces for each context, and must not depend on who receives
-    # the new state.
-    quiet = visitor and dataclasses.replace(visitor, init=None)
-    with known_shardings(*shardings), within(visitor=quiet):
+    with known_shardings(*shardings):
         bare = paged.in_variables_of(params), as_pure(params)
-        visit = visitor and visitor.init
-        state = donate_within_memory(_new_state(*bare, metadata, visit))
+        state = donate_within_memory(_new_state(*bare, metadata))
     structure = jax.tree.structure(as_pure(params))
     if structure == jax.tree.structure(params):
         return state
@@ -93,7 +87,6 @@ def _new_state(
     paged: PagedTransformation,
     params: optax.Params,
     metadata: Sequence[NamedSharding | None],
-    visit: Callable[["NewState"], None] | None,
 ) -> optax.OptState:
     check_arrays("params", params, numbers=True)
     params = as_arrays(params)
@@ -102,18 +95,16 @@ def _new_state(
         check_dtype(path, leaf)
     # Over automatic axes the types of a traced step's arrays have no sharding: `update`
     # needs the ones that `init` sees.
+    visitor = current().visitor
+    visit = visitor and visitor.init
     see = functools.partial(paged.known.see, remember=visit is None)
-    seen = map(see, paths, leaves, metadata)
-    state = NewState.create(
-        paged, params, list(map(_place_of_moments, leaves, seen, metadata))
-    )
+    state = NewState.create(paged, params, list(map(see, paths, leaves, metadata)))
     layout = state.layout
     if visit is not None:
         visit(state)
     if is_traced(leaves):
         parameters = state.divided_parameters(leaves)
-        owners = (None if i is None else parameters[i] for i in layout.param_indices)
-        types = [x.types(owner) for x, owner in zip(layout.leaves, owners, strict=True)]
+        types = [x.types(parameters) for x in layout.leaves]
         return layout.build(with_automatic_axes(state.arrays, (leaves,), types))
     if spans_processes(leaves):
         # Before JAX itself waits for the others, where scalars are placed.
@@ -121,19 +112,6 @@ def _new_state(
         compare("init of a paged transformation", settings, once=False)
     with without_explicit_axes():
         return layout.build(tied(state.arrays(leaves), leaves))
-
-
-def _place_of_moments(
-    x: Parameter, seen: MomentShards | None, metadata: NamedSharding | None
-) -> NamedSharding | None:
-    """Returns the sharding of moments that are divided apart from their parameter."""
-    if seen is None or seen.shards is None or not seen.apart:
-        return None
-    spec = seen.shards.spec if metadata is None else metadata.spec
-    explicit = jax.typeof(x).sharding
-    # On explicit axes a traced parameter's type has the mesh.
-    on_axes = is_traced(x) and is_explicit(explicit)
-    return NamedSharding(explicit.mesh if on_axes else seen.shards.mesh, spec)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,34 +144,30 @@ class NewState:
         closed, shapes = trace(paged.inner.init, params)
         check_effects(closed)
         settings = paged.rules, paged.per_parameter_steps
-        layout = StateLayout.create(shapes, shapes, params, shards, *settings)
+        indices = parameter_of(leaf_paths(shapes)[0], paths)
+        layout = StateLayout.create(shapes, params, shards, *settings, indices)
         # Moments of a parameter stay or go as one, and so do moments of a stack.
         stack_of = dict(current().stacks)
         owners = [("stack", stack_of[x]) if x in stack_of else x for x in paths]
         on_device = resident(
-            layout.sizes,
-            [None if i is None else owners[i] for i in layout.param_indices],
+            [x.size for x in layout.leaves],
+            [None if i is None else owners[i] for i in indices],
             paged.budget(parameters=nbytes(leaves)),
             layout.small(paged.min_paged_size),
         )
         refused: dict[int, str] = {}
-        kind = (
-            None if all(on_device) else resolve_host_memory_kind(paged.host_memory_kind)
-        )
-        if kind == PINNED_HOST:
-            check_backend()
-            moving = (i for i, flag in enumerate(on_device) if not flag)
-            reasons = ((i, paged.refused(layout, i)) for i in moving)
-            refused = {i: reason for i, reason in reasons if reason}
-        on_device = [
-            flag or i in refused or kind != PINNED_HOST
-            for i, flag in enumerate(on_device)
-        ]
+        if not all(on_device):
+            kind = resolve_host_memory_kind(paged.host_memory_kind)
+            if kind == PINNED_HOST:
+                check_backend()
+                moving = [i for i, stays in enumerate(on_device) if not stays]
+                reasons = {i: paged.refused(layout, i) for i in moving}
+                refused = {i: reason for i, reason in reasons.items() if reason}
+            stay = kind != PINNED_HOST
+            on_device = [x or stay or i in refused for i, x in enumerate(on_device)]
         unowned = [None] * len(leaves), [None] * len(on_device)
-        analysis, constants = analyse(closed, *unowned, str)
-        new = cls(
-            paged, params, layout, places, on_device, refused, analysis, constants
-        )
+        traced = analyse(closed, *unowned, str)
+        new = cls(paged, params, layout, places, on_device, refused, *traced)
         if current().visitor is None:
             new.warn()
         return new
@@ -244,8 +218,8 @@ class NewState:
             return [self._placed(i, value, divided) for i, value in results]
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it.
-                sizes = zip(self.layout.sizes, self.on_device, strict=True)
-                moving = sum(size or 0 for size, flag in sizes if not flag)
+                pairs = zip(self.layout.leaves, self.on_device, strict=True)
+                moving = sum(x.size or 0 for x, stays in pairs if not stays)
                 error.add_note(
                     f"The moments take {readable_bytes(moving)} of host memory in all;"
                     " plan(tx, params) lists them. codec= stores them in fewer bytes."

@@ -156,19 +156,20 @@ def paged(
     if master_remainders not in (False, True, "int8"):
         given = brief(master_remainders)
         raise ValueError(f"master_remainders={given}: pass True or 'int8'.")
+    dtype = None
     if master_dtype is not None:
         dtype = floating_dtype("master_dtype", master_dtype)
-        if master_remainders and dtype != jnp.float32:
-            raise ValueError(
-                f"master_dtype={brief(master_dtype)} and"
-                f" master_remainders={master_remainders!r}, which completes bfloat16 to"
-                " float32: leave master_dtype out."
-            )
+    if master_remainders and dtype not in (None, jnp.float32):
+        raise ValueError(
+            f"master_dtype={brief(master_dtype)} and"
+            f" master_remainders={master_remainders!r}, which completes bfloat16 to"
+            " float32: leave master_dtype out."
+        )
     if master_remainders:
         bits = jnp.int8 if master_remainders == "int8" else jnp.int16
         inner = with_master_remainders(inner, bits)
-    elif master_dtype is not None:
-        inner = with_master_weights(inner, floating_dtype("master_dtype", master_dtype))
+    elif dtype is not None:
+        inner = with_master_weights(inner, dtype)
     elif rules:
         # Codecs store float32, of parameters in fewer bits too.
         inner = in_float32(inner)
@@ -213,9 +214,8 @@ def _alias(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     """Builds `paged(optax.X(...))` as one function with one signature."""
     plain = name.removeprefix("paged_").removesuffix("_8bit").removesuffix("_32bit")
     codec = "dynamic_int8" if name.endswith("_8bit") else None
-    module = "optax" if hasattr(optax, plain) else "optax.contrib"
-    source = f"{module}.{plain}"
-    optimizer = getattr(optax if module == "optax" else optax.contrib, plain)
+    module = optax if hasattr(optax, plain) else optax.contrib
+    source, optimizer = f"{module.__name__}.{plain}", getattr(module, plain)
     original = inspect.signature(optimizer)
     paging = [
         param.replace(default=codec) if param.name == "codec" else param

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,19 @@ from paged_optax.backend.user_warnings import warn_user
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import Geometry, cut, uncut
-from paged_optax.transform.checks import check_state_structure, check_unchanged
+from paged_optax.transform.checks import (
+    check_own_counts,
+    check_state_structure,
+    check_unchanged,
+)
 from paged_optax.transform.codec_rules import Rule
-from paged_optax.transform.context import current
+from paged_optax.transform.context import Gate, current
 from paged_optax.transform.parameter_shardings import ParameterShardings
-from paged_optax.transform.state_layout import OtherLayoutError, StateLayout
+from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import (
-    Static,
     StoredOrShape,
     Traceable,
+    is_traceable,
     leaf_paths,
     parameter_of,
 )
@@ -49,6 +53,14 @@ _PAIRS = (
     " use real parameters of 32 bits or fewer"
 )
 _BYTES = "a TPU slices no bytes in host memory: use master_remainders=True, in 16 bits"
+
+
+class TracedUpdate(NamedTuple):
+    """The programs of an update, and arrays that are no leaves of its trees."""
+
+    analysis: Analysis
+    constants: dict[int, ArrayLike]  # closed over, by number
+    extras: Sequence[Traceable]  # the arrays of the extra arguments, and the restart
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,40 +105,34 @@ class PagedTransformation:
         self, updates: PyTree, state: PyTree, params: PyTree | None
     ) -> tuple[StateLayout, list[StoredOrShape]]:
         """Returns a state's layout, and its leaves as they are stored."""
-        paths, grads = leaf_paths(updates)
-        state_paths, leaves = leaf_paths(state)
-        param_indices = parameter_of(state_paths, paths)
-        moment_of = {
-            i: x
-            for i, x in zip(param_indices, leaves, strict=True)
-            if i is not None and x.shape == grads[i].shape
-        }
         # Coded moments are divided as the parameter is, or as the gradient.
-        like = updates if params is None else params
-        pairs = zip(paths, jax.tree.leaves(like), grads, strict=True)
-        shards = [
-            self.known.find(path, moment_of.get(i, x), x, gradient)
-            for i, (path, x, gradient) in enumerate(pairs)
-        ]
-        shapes = state
+        like, shapes = updates if params is None else params, state
         if self.rules or self.per_parameter_steps:
             # Coded moments, and a count for each parameter, hide the shapes of the
             # state of `inner`. A new function each time: JAX caches traces as long as
             # the function lives.
             init = lambda params: self.inner.init(params)
             shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, like))
-            param_indices = None
-        settings = self.rules, self.per_parameter_steps
-        layout = StateLayout.create(
-            shapes, state, like, shards, *settings, param_indices
-        )
         try:
-            return layout, layout.take_apart(state)
-        except OtherLayoutError:
-            raise
+            arrays = jax.tree.structure(shapes).flatten_up_to(state)
         except ValueError as error:
             check_state_structure(self.inner, like, state, error)
             raise
+        paths, grads = leaf_paths(updates)
+        indices = parameter_of(leaf_paths(shapes)[0], paths)
+        moment_of = {
+            i: x
+            for i, x in zip(indices, arrays, strict=True)
+            if i is not None and getattr(x, "shape", None) == grads[i].shape
+        }
+        triples = zip(paths, jax.tree.leaves(like), grads, strict=True)
+        shards = [
+            self.known.find(path, moment_of.get(i, x), x, gradient)
+            for i, (path, x, gradient) in enumerate(triples)
+        ]
+        settings = self.rules, self.per_parameter_steps
+        layout = StateLayout.create(shapes, like, shards, *settings, indices, arrays)
+        return layout, layout.take_apart(arrays)
 
     def geometry(
         self,
@@ -158,28 +164,31 @@ class PagedTransformation:
             return _BYTES
         return cut(leaf.local, (moment,), self.page_size).on(platform).refused
 
-    def analyse(
+    def trace(
         self,
+        layout: StateLayout,
         updates: PyTree,
         state: PyTree,
-        param_indices: Sequence[int | None],
-        params: PyTree,
-        arrays: Sequence[Traceable],
-        static: Static,
-    ) -> tuple[Analysis, dict[int, ArrayLike]]:
+        params: PyTree | None,
+        extra_args: Mapping[str, PyTree],
+        restart: Gate = False,
+    ) -> TracedUpdate:
         """Traces `inner.update` once, as one program a leaf.
 
-        `param_indices` has the parameter of each leaf of the state, or None. `arrays`
-        and `static` are the extra arguments, and whether the state restarts.
+        `state` is as `inner` sees it. If `restart`, it ends as `inner.init` makes it.
         """
+        extras, structure = jax.tree.flatten((restart, extra_args))
+        arrays = list(filter(is_traceable, extras))
 
         def function(
             updates: PyTree, state: PyTree, params: PyTree, arrays: Sequence[Traceable]
         ) -> tuple[PyTree, PyTree]:
-            remaining = static.merge(arrays)
+            values = iter(arrays)
+            merged = [next(values) if is_traceable(x) else x for x in extras]
+            reset, extra_args = structure.unflatten(merged)
             # A restart is traced too, so that each page is reset as it is updated.
-            new = self.inner.update(updates, state, params, **remaining["extra_args"])
-            if (reset := remaining.get("restart", False)) is False:
+            new = self.inner.update(updates, state, params, **extra_args)
+            if reset is False:
                 return new
             first = self.inner.init(updates if params is None else params)
             restarted = lambda first, new: jnp.where(reset, first, new)
@@ -197,16 +206,21 @@ class PagedTransformation:
             raise
         check_effects(closed)
         check_unchanged(shapes, updates, state)
-        first, parameters = [*range(len(grads))], jax.tree.leaves(params)
+        first = len(grads)
+        owners = [*range(first), *[None] * len(layout.leaves)]
+        owners += range(len(jax.tree.leaves(params)))
         # The computation shows the owner of a moment: its gradient enters it.
-        unknown = [None] * len(param_indices), [None] * len(arrays)
-        return analyse(
+        analysis, constants = analyse(
             closed,
-            [*first, *unknown[0], *range(len(parameters)), *unknown[1]],
-            [*first, *param_indices],
+            [*owners, *[None] * len(arrays)],
+            [*range(first), *layout.param_indices],
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )
+        if layout.counts:
+            counts = {first + index for index in layout.counts}
+            check_own_counts(analysis, counts, state, first)
+        return TracedUpdate(analysis, constants, arrays)
 
     def agreement(
         self,
@@ -262,12 +276,9 @@ class PagedTransformation:
             return ""  # this backend has no pinned host memory
         small = layout.small(self.min_paged_size)
         moved = {
-            index: size
-            for index, (x, size) in enumerate(zip(leaves, layout.sizes, strict=True))
-            if size is not None
-            and not small[index]
-            and not on_host(x)
-            and not self.refused(layout, index)
+            index: layout.leaves[index].size or 0
+            for index, x in enumerate(leaves)
+            if not (small[index] or on_host(x) or self.refused(layout, index))
         }
         if sum(moved.values()) <= self.device_budget:
             return ""
@@ -285,19 +296,16 @@ class PagedTransformation:
         """Warns of host arrays with the type of device memory, or raises."""
         for path, x in zip(*leaf_paths(state), strict=True):
             if is_mistyped(x):
-                self.tell(
+                tell(
                     f"state{keystr(path)} is in host memory, and has the type of"
                     " device memory, where it is about to go: a restore made it with"
-                    " a SingleDeviceSharding. Put"
+                    " a SingleDeviceSharding. Put",
+                    self.on_moved,
                 )
                 break
 
-    def tell(self, what: str) -> None:
-        """Warns of misplaced moments, or raises."""
-        tell(what, "state", self.on_moved)
 
-
-def tell(what: str, name: str, on_moved: str) -> None:
+def tell(what: str, on_moved: str, name: str = "state") -> None:
     """Warns of misplaced arrays in the argument `name`, or raises.
 
     `what` names the arrays, their place and its cause, and ends with "put".

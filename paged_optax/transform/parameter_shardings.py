@@ -4,9 +4,10 @@ The first source wins:
 
 1. The type of an array on a mesh of explicit axes.
 2. The argument `shardings`.
-3. A concrete array: of the update, or of an earlier `init` or `abstract_state` for a
-   parameter of this path and shape on a mesh of these axes, in any sizes.
-4. An argument of `jit_step`, or Flax's metadata of a traced parameter.
+3. A concrete array of the update, an argument of `jit_step`, or Flax's metadata of a
+   traced parameter.
+4. A parameter of this path and shape of an earlier `init` or `abstract_state`, on a
+   mesh of these axes in any sizes; of equal sizes if there is one.
 
 In a `jit` over automatic axes the type of an array has its mesh, but no sharding. If
 Flax's metadata divides moments apart from their parameter, it comes first.
@@ -20,7 +21,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import PyTree
 
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, KeyPath, axis_types, is_traced
+from paged_optax.backend.types import (
+    ArrayOrShape,
+    KeyPath,
+    axis_types,
+    is_explicit,
+    is_traced,
+)
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, sharding_in_type
@@ -99,18 +106,15 @@ class ParameterShardings:
         metadata: NamedSharding | None,
         *,
         remember: bool,
-    ) -> MomentShards | None:
-        """Returns the division of a parameter's moments in a new state.
+    ) -> NamedSharding | None:
+        """Returns the sharding of moments that are divided apart from their parameter.
 
-        None for a traced parameter of unknown sharding. The types of parameters in
-        `abstract_state` replace what was seen before: a state is restored for them.
-
-        Raises:
-          ValueError: If Flax's metadata does not fit its parameter, or a parameter had
-            another sharding before, on a mesh of the same axes.
+        The types of parameters in `abstract_state` replace what was seen before: a
+        state is restored for them. Raises if a parameter had another sharding before,
+        on a mesh of the same axes.
         """
         key, visitor = (keystr(path), x.shape), current().visitor
-        before = self._recall(key, _find_mesh([x]), is_traced(x))
+        before = self._recall(key, _find_mesh([x]))
         if metadata is not None and metadata.mesh.size > 1:
             new = MomentShards(Shards.create(metadata, x.shape), True)
             if new.shards is None:
@@ -134,14 +138,30 @@ class ParameterShardings:
             # Explicit types have the shardings in nearly every update.
             compared = new.apart or not (_typed(shards) or _typed(before.shards))
             if compared and shards.axes != before.shards.axes:
-                raise _conflict(key, shards, before.shards)
+                now, then = (
+                    f"{x.spec} over the mesh {dict(x.mesh.shape)}"
+                    for x in (shards, before.shards)
+                )
+                raise ValueError(
+                    f"parameter {key[0]} of shape {x.shape} is divided by {now}, and"
+                    f" was divided by {then} at an earlier init of this transformation:"
+                    " in a jax.jit one could not be told from the other. Build one"
+                    " transformation for each, or say which it is, by paged(...,"
+                    " shardings=...)."
+                )
         if new.apart and shards and visitor:
             mesh = shards.mesh if visitor.mesh is None else visitor.mesh
             shards = dataclasses.replace(shards, mesh=mesh)
             remember = remember and isinstance(mesh, Mesh)  # not a fictitious mesh
         if remember:
             self._remember(key, MomentShards(shards, new.apart))
-        return new
+        if new.shards is None or not new.apart:
+            return None
+        explicit = jax.typeof(x).sharding
+        # On explicit axes a traced parameter's type has the mesh.
+        on_axes = is_traced(x) and is_explicit(explicit)
+        mesh = explicit.mesh if on_axes else new.shards.mesh
+        return NamedSharding(mesh, new.shards.spec)
 
     def _remember(self, key: PathAndShape, new: MomentShards) -> None:
         by_mesh, shards, axes = self._seen.setdefault(key, {}), new.shards, new.axes
@@ -160,13 +180,9 @@ class ParameterShardings:
         """Returns the shards of a parameter, by arrays of its shape; the first wins.
 
         Metadata that divides moments apart counts only if `moments` is true.
-
-        Raises:
-          ValueError: If the argument's sharding does not fit its parameter.
         """
         shape = arrays[0].shape
-        key, mesh = (keystr(path), shape), _find_mesh(arrays)
-        seen = self._recall(key, mesh, resized=True)
+        seen = self._recall((keystr(path), shape), _find_mesh(arrays))
         if moments and seen and seen.apart and seen.shards:
             return seen.shards
         for x in arrays:
@@ -184,18 +200,17 @@ class ParameterShardings:
         if concrete:
             return next(filter(None, map(Shards.of_array, concrete)), None)
         args = [Shards.create(current().shardings.get(id(x)), shape) for x in arrays]
-        recalled = self._recall(key, mesh), seen
-        known = [x.shards if x and x.apart <= moments else None for x in recalled]
-        exact, resized = [None if x and _typed(x) else x for x in known]
-        return next(filter(None, (exact, *args, resized)), None)
+        known = seen.shards if seen and seen.apart <= moments else None
+        if known and _typed(known):
+            known = None
+        return next(filter(None, (*args, known)), None)
 
     def _recall(
-        self, key: PathAndShape, mesh: Mesh | AbstractMesh | None, resized: bool = False
+        self, key: PathAndShape, mesh: Mesh | AbstractMesh | None
     ) -> MomentShards | None:
-        """Returns the division seen on a mesh; the most recent one without a mesh.
+        """Returns the division seen on a mesh, or on one of its axes in other sizes.
 
-        `resized`: if there is none, the division on a mesh of these axes in other
-        sizes.
+        Without a mesh it is the most recent one.
         """
         around = jax.sharding.get_abstract_mesh()
         by_mesh = self._seen.get(key, {})
@@ -210,7 +225,7 @@ class ParameterShardings:
                 return seen
             shards = dataclasses.replace(seen.shards, mesh=mesh)
             return dataclasses.replace(seen, shards=shards)
-        for seen in reversed(by_mesh.values()) if resized else ():
+        for seen in reversed(by_mesh.values()):
             if seen.shards and {*seen.shards.mesh.axis_names} == {*mesh.axis_names}:
                 shards = Shards.create(NamedSharding(mesh, seen.shards.spec), key[1])
                 return dataclasses.replace(seen, shards=shards)
@@ -276,17 +291,6 @@ class ParameterShardings:
                 " it; put inject_hyperparams inside paged(...); or pass"
                 " paged(..., shardings=...)."
             )
-
-
-def _conflict(key: PathAndShape, new: Shards, before: Shards) -> ValueError:
-    name, shape = key
-    now, then = (f"{x.spec} over the mesh {dict(x.mesh.shape)}" for x in (new, before))
-    return ValueError(
-        f"parameter {name} of shape {shape} is divided by {now}, and was divided by"
-        f" {then} at an earlier init of this transformation: in a jax.jit one could not"
-        " be told from the other. Build one transformation for each, or say which it"
-        " is, by paged(..., shardings=...)."
-    )
 
 
 def _typed(shards: Shards) -> bool:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
+from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
@@ -23,17 +22,11 @@ from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import sharing, uncut
-from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
-from paged_optax.transform.groups import LeafStreams
+from paged_optax.transform.groups import LeafStreams, StreamedLeaf
 from paged_optax.transform.init import NewState
-from paged_optax.transform.trees import (
-    StoredOrShape,
-    Traceable,
-    Value,
-    arrays_and_rest,
-    leaf_paths,
-)
+from paged_optax.transform.paged_transformation import TracedUpdate
+from paged_optax.transform.trees import StoredOrShape, Value, leaf_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +90,12 @@ def recorded(tx: Transformation, params: optax.Params) -> list[NewState]:
 def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
     """Yields shapes of parameters on explicit axes, whose types have shardings."""
     leaves, structure = jax.tree.flatten(params)
+    types = lambda mesh: (AxisType.Explicit,) * len(mesh.axis_names)
     explicit = lambda mesh: AbstractMesh(
-        mesh.axis_sizes,
-        mesh.axis_names,
-        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
+        mesh.axis_sizes, mesh.axis_names, axis_types=types(mesh)
     )
-    places = [
-        x and NamedSharding(explicit(x.mesh), x.spec)
-        for x in map(Shards.of_array, leaves)
-    ]
+    shards = map(Shards.of_array, leaves)
+    places = [x and NamedSharding(explicit(x.mesh), x.spec) for x in shards]
     typed = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
         for x, place in zip(leaves, places, strict=True)
@@ -126,18 +116,13 @@ _WHOLE = (
 def planned_moments(state: NewState, extra: Mapping[str, PyTree]) -> list[Moment]:
     """Describes the placement and the pages of each moment; `extra`: of `update`."""
     paged, layout, on_device = state.paged, state.layout, state.on_device
-    extras, static = arrays_and_rest({"extra_args": extra})
-    analysis, constants = paged.analyse(
-        state.params, layout.shapes, layout.param_indices, state.params, extras, static
-    )
+    traced = paged.trace(layout, state.params, layout.shapes, state.params, extra)
     first = layout.parameters.num_leaves
-    elementwise = {i - first for i in analysis.elementwise}
-    geometry = _geometry(state, analysis, constants, extras)
+    elementwise = {i - first for i in traced.analysis.elementwise}
+    geometry = _geometry(state, traced)
     moments = []
     state_paths, _ = leaf_paths(layout.shapes)
     small = layout.small(paged.min_paged_size)
-    shapes = layout.shapes, state.params, layout.param_indices
-    coded = coded_moments(paged.rules, *shapes)
     for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
         x, codec, shape = leaf.aval, leaf.codec, leaf.local
         full = _PlannedPages(i, uncut(x.shape).gpu, False, 3)
@@ -162,7 +147,7 @@ def planned_moments(state: NewState, extra: Mapping[str, PyTree]) -> list[Moment
                 bidirectional=both and not on_device[i],
                 small=leaf.size is not None and small[i],
                 elementwise=i in elementwise,
-                uncoded=codec is None and (y := coded[i]) is not None and y.small,
+                uncoded=i in layout.uncoded,
             )
         )
     return moments
@@ -175,71 +160,63 @@ class _PlannedPages(NamedTuple):
     in_flight: int  # most of them on the device
 
 
-def _geometry(
-    state: NewState,
-    analysis: Analysis,
-    constants: Mapping[int, ArrayLike],
-    extras: Sequence[Traceable],
-) -> dict[int, _PlannedPages]:
+def _geometry(state: NewState, traced: TracedUpdate) -> dict[int, _PlannedPages]:
     """Returns the pages of moments, by their positions among the state's leaves.
 
     Leaves are grouped as `update` groups them, in a trace of their types.
     """
-    layout, on_device = state.layout, state.on_device
+    on_device, leaves, analysis = state.on_device, state.layout.leaves, traced.analysis
     parameters = jax.tree.leaves(state.params)
-    first, leaves, platform = len(parameters), layout.leaves, memory.platform()
-    groups: list[tuple[list[LeafUpdate], list[MomentFormat], Shards | None]] = []
+    first, platform = len(parameters), memory.platform()
+    formats = {
+        i: MomentFormat(x.aval.dtype.itemsize, x.codec, not stays)
+        for i, (x, stays) in enumerate(zip(leaves, on_device, strict=True))
+        if x.codec or not stays
+    }
     # The mesh may be fictitious: leaves on the device are not constrained to it.
     full = tuple(dataclasses.replace(x, shards=None) for x in leaves)
-    layout = dataclasses.replace(layout, leaves=full)
-
-    def group(stored: list[StoredOrShape], *extra: Sequence[Value]) -> None:
-        gradients, *remaining = extra
-        place = lambda x, stays: x if stays else jax.device_put(x, memory.HOST)
-        placed = map(place, stored, on_device)
-        args = [*gradients, *placed, *itertools.chain(*remaining)]
-        counts = {first + i: [args[first + i]] * first for i in layout.counts}
-        moves = dict.fromkeys([None, *range(first)], True)
-        streams = LeafStreams(analysis, layout, args, counts, [True] * first, moves)
-        _, grouped = streams.grouped(Evaluation(analysis, args, constants, counts))
-        for _, members in grouped:
-            one, *_ = members.values()
-            updates = [analysis.leaf_updates[i] for i in members]
-            groups.append((updates, one.moments, one.shards))
-
-    stored = [leaf.stored for leaf in leaves]
-    jax.eval_shape(group, stored, parameters, parameters, extras)
-
-    def formats_of(leaf: LeafUpdate) -> dict[int, MomentFormat]:
-        numbers = sorted({i - first for i in (*leaf.inputs, *leaf.outputs)})
-        return {
-            i: MomentFormat(
-                leaves[i].aval.dtype.itemsize, leaves[i].codec, not on_device[i]
-            )
-            for i in numbers
-            if 0 <= i < len(leaves) and (leaves[i].codec or not on_device[i])
-        }
-
+    layout = dataclasses.replace(state.layout, leaves=full)
     geometry: dict[int, _PlannedPages] = {}
-    for members, formats, shards in groups:
-        cut = state.paged.geometry(members[0], formats, shards, len(members))
-        pages, offloaded = cut.on(platform), sum(x.on_host for x in formats)
+
+    def moments_of(leaf: LeafUpdate) -> dict[int, MomentFormat]:
+        numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
+        return {i: formats[i] for i in sorted(numbers & formats.keys())}
+
+    def plan(leaf: LeafUpdate, members: Mapping[int, StreamedLeaf]) -> None:
+        one, *_ = members.values()
+        updates = [analysis.leaf_updates[i] for i in members]
+        cut = state.paged.geometry(leaf, one.moments, one.shards, len(members))
+        pages, offloaded = cut.on(platform), sum(x.on_host for x in one.moments)
         for part in sharing(pages, len(members)):
-            both = pages.bidirectional(offloaded * len(members[part]))
+            both = pages.bidirectional(offloaded * len(updates[part]))
             # On a GPU the kernel of a single moment may keep a further page. With
             # several moments XLA:GPU never did (jax 0.10.2).
             single = offloaded == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
-            number = min(formats_of(members[part][0]))
+            number = min(moments_of(updates[part][0]))
             planned = _PlannedPages(number, pages, both, flying)
-            for leaf in members[part]:
-                moments = formats_of(leaf)
-                geometry |= dict.fromkeys(moments, planned)
-                owner = leaf.param_index
+            for x in updates[part]:
+                moments, owner = moments_of(x), x.param_index
+                geometry.update(dict.fromkeys(moments, planned))
                 dtype = None if owner is None else parameters[owner].dtype
-                widest = _converted(leaf, moments, dtype)
+                widest = _converted(x, moments, dtype)
                 if pages.leaf_count == 1 < pages.count and widest is not None:
                     geometry[widest] = planned._replace(in_flight=flying + 1)
+
+    def trace(stored: list[StoredOrShape], *extra: Sequence[Value]) -> None:
+        gradients, *remaining = extra
+        place = lambda x, stays: x if stays else jax.device_put(x, memory.HOST)
+        placed = map(place, stored, on_device)
+        args = [*gradients, *placed, *itertools.chain(*remaining)]
+        for i in layout.counts:
+            args[first + i] = [args[first + i]] * first
+        moving = traced.constants, [True] * first
+        _, groups = LeafStreams.create(analysis, layout, args, *moving).grouped()
+        for group in groups:
+            plan(*group)
+
+    stored = [leaf.stored for leaf in leaves]
+    jax.eval_shape(trace, stored, parameters, parameters, traced.extras)
     return geometry
 
 

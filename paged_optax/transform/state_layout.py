@@ -9,20 +9,18 @@ follow a parameter's own updates.
 import collections
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import (
     ArrayOrShape,
-    KeyPath,
     PyTreeDef,
     counts_steps,
     holds_moments,
@@ -30,7 +28,7 @@ from paged_optax.backend.types import (
     is_traced,
     shape_dtype,
 )
-from paged_optax.codecs import Codec, Quantized, arranged
+from paged_optax.codecs import Arranged, Codec, Quantized, arranged
 from paged_optax.codecs.identity import (
     codec_fields,
     codes_field,
@@ -38,18 +36,12 @@ from paged_optax.codecs.identity import (
     quantized_as,
 )
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.codec_rules import Rule, choose, coded_moments
+from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.context import current
 from paged_optax.transform.trees import (
     Parameter,
     StoredOrShape,
-    leaf_paths,
-    parameter_of,
 )
-
-
-class OtherLayoutError(ValueError):
-    """A moment of the state has another codec, or other shards."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +76,11 @@ class StoredLeaf:
         parts = math.prod(self.shards.divisions) if self.shards else 1
         return nbytes(self.stored) // parts if nbytes(self.aval) else None
 
-    def types(self, param: Parameter | None) -> StoredOrShape | None:
+    def types(self, parameters: Sequence[Parameter]) -> StoredOrShape | None:
         """Returns arrays or types with the leaf's shardings; None: replicated."""
         if self.codec is None:
-            alike = param is not None and param.shape == self.aval.shape
-            return param if alike else None
+            like = None if self.param_index is None else parameters[self.param_index]
+            return like if like is not None and like.shape == self.aval.shape else None
         shards, stored = self.shards, self.stored
         if shards is None:
             return jax.tree.map(lambda _: None, stored)
@@ -110,12 +102,12 @@ class StoredLeaf:
     def read(self, stored: PyTree) -> StoredOrShape:
         """Returns a coded moment, from any container that a restore made."""
         fields = codec_fields(stored) if isinstance(self.stored, Quantized) else ()
-        # Before containers named the codec, the field was called `codes`.
         field = fields[0] if fields else "codes"
         if in_shard_map():
             field = of_one_part(field)
         alike = _layout_kinds(stored) == _layout_kinds(self.stored)
-        if not alike or (field != "codes" and field != self.codes_field):
+        # A layer's slice is a plain `Quantized`, and a list has no names.
+        if not alike or field not in ("codes", self.codes_field):
             coded = isinstance(self.stored, Quantized)
             place = f" in {self.codes_field!r}" if coded else ""
             unknown = ""
@@ -124,7 +116,7 @@ class StoredLeaf:
                     " If that is so, nothing in this jax.jit says how they are divided:"
                     " compile by jit_step, or pass paged(..., shardings=...)."
                 )
-            raise OtherLayoutError(
+            raise ValueError(
                 f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
                 f" {self.codec!r} stores {self.stored}{place}: pass the codec that the"
                 " state was made with, or make the state with this transformation's own"
@@ -140,6 +132,7 @@ class StateLayout:
 
     structure: PyTreeDef  # of the transformation's own state
     leaves: tuple[StoredLeaf, ...]
+    uncoded: frozenset[int]  # positions of moments too small for their rule's codec
     counts: tuple[int, ...]  # positions of counts of which each parameter has its own
     parameters: PyTreeDef
     parameter_shards: tuple[Shards | None, ...]
@@ -148,55 +141,50 @@ class StateLayout:
     def create(
         cls,
         shapes: PyTree[ArrayOrShape],
-        state: PyTree,
         params: PyTree,
         parameter_shards: Sequence[Shards | None],
         rules: Mapping[str, Rule],
         per_parameter_steps: bool,
-        param_indices: Sequence[int | None] | None = None,
+        param_indices: Sequence[int | None],
+        arrays: Sequence[PyTree] = (),
     ) -> "StateLayout":
-        """Returns the layout of `state`, given the shapes of the transformation's own.
+        """Returns the layout of a state, given the shapes of the transformation's own.
 
-        `param_indices` has the parameter of each of the shapes; None to compute them.
-        Within a `jax.shard_map`, and in a layer of a stack, moments are parts of larger
-        ones. Whether and how a part is coded depends on the whole moment: the arrays of
-        the state show it.
+        `param_indices` has the parameter of each of the shapes. Within a
+        `jax.shard_map`, and in a layer of a stack, moments are parts of larger ones.
+        Whether and how a part is coded depends on the whole moment: the state's
+        `arrays` show it.
         """
         avals, structure = jax.tree.flatten(shapes)
         parameters, parameter_structure = jax.tree.flatten(params)
-        if param_indices is None:
-            param_indices = parameter_of(leaf_paths(shapes)[0], leaf_paths(params)[0])
-        parts = _encoded_parts(avals, structure, state) if rules else {}
-        coded = coded_moments(rules, shapes, params, param_indices)
-        codecs = choose(coded, parts)
-
-        def leaf(
-            index: int, x: StoredOrShape, param_index: int | None, codec: Codec | None
-        ) -> StoredLeaf:
-            shards = None
+        parts: dict[int, StoredOrShape] = {}
+        if rules and (in_shard_map() or current().layer is not None):
+            # A part without a codec has the moment's dtype.
+            pairs = enumerate(zip(arrays, avals, strict=False))
+            parts = {
+                i: x for i, (x, y) in pairs if getattr(x, "dtype", None) != y.dtype
+            }
+        codecs, small = [None] * len(avals), frozenset[int]()
+        if rules:
+            codecs, small = choose(rules, shapes, params, param_indices, parts)
+        leaves, counts = list[StoredLeaf](), list[int]()
+        for i, (x, owner) in enumerate(zip(avals, param_indices, strict=True)):
+            shards, codec = None, codecs[i]
             # Moments of other shapes, such as factored ones, are undivided.
-            if param_index is not None and x.shape == parameters[param_index].shape:
-                shards = parameter_shards[param_index]
+            if owner is not None and x.shape == parameters[owner].shape:
+                shards = parameter_shards[owner]
             if codec is not None:
                 # XLA:TPU slices no bytes in host memory: codes share words of 32 bits.
                 # Words and scales are arranged to shard as the moment does.
                 local = shards.local(x.shape) if shards else x.shape
                 codec, base = arranged(codec, local, x.shape), codec
-                if index in parts:
-                    codec = _arranged_like(parts[index], base, x.shape) or codec
-            return StoredLeaf(shape_dtype(x), param_index, shards, codec)
-
-        leaves = tuple(map(leaf, range(len(avals)), avals, param_indices, codecs))
-        own_counts = per_parameter_steps and parameters
-        is_own = lambda x: own_counts and not x.ndim and counts_steps(x.dtype)
-        counts = tuple(i for i, x in enumerate(avals) if is_own(x))
-        shards = tuple(parameter_shards)
-        return cls(structure, leaves, counts, parameter_structure, shards)
-
-    @functools.cached_property
-    def sizes(self) -> list[int | None]:
-        """Stored bytes of each leaf on a device; None if it is no moment."""
-        return [leaf.size for leaf in self.leaves]
+                if i in parts:
+                    codec = _arranged_like(parts[i], base, x.shape) or codec
+            leaves.append(StoredLeaf(shape_dtype(x), owner, shards, codec))
+            if per_parameter_steps and parameters and not x.ndim:
+                counts += [i] * counts_steps(x.dtype)
+        divided = tuple(leaves), small, tuple(counts)
+        return cls(structure, *divided, parameter_structure, tuple(parameter_shards))
 
     @property
     def param_indices(self) -> list[int | None]:
@@ -205,8 +193,8 @@ class StateLayout:
 
     def small(self, min_paged_size: int) -> list[bool]:
         """Returns for each leaf whether it is no moment, or too small to page."""
-        stored = [leaf.stored for leaf in self.leaves]
-        return too_small(self.sizes, stored, self.param_indices, min_paged_size)
+        sizes, stored = [x.size for x in self.leaves], [x.stored for x in self.leaves]
+        return too_small(sizes, stored, self.param_indices, min_paged_size)
 
     def build(self, arrays: Sequence[StoredOrShape]) -> PyTree:
         """Builds a new state of stored leaves, with copies of each count.
@@ -224,27 +212,26 @@ class StateLayout:
             arrays[index] = jax.tree.unflatten(self.parameters, copies)
         return jax.tree.unflatten(self.structure, arrays)
 
-    def take_apart(self, state: PyTree) -> list[StoredOrShape]:
-        """Returns a state's leaves as they are stored.
+    def take_apart(self, arrays: Sequence[PyTree]) -> list[StoredOrShape]:
+        """Returns a state's leaves as they are stored, from any containers.
 
         A count of which each parameter has its own is a list. Raises `ValueError` if
         the state is of another layout.
         """
-        arrays = self.structure.flatten_up_to(state)
-        arrays = [
+        stored = [
             x if leaf.codec is None else leaf.read(x)
             for leaf, x in zip(self.leaves, arrays, strict=True)
         ]
         for index in self.counts:
-            counts, structure = jax.tree.flatten(arrays[index])
+            counts, structure = jax.tree.flatten(stored[index])
             if structure != self.parameters:
                 raise ValueError(
                     f"per_parameter_steps=True, and the state has {structure} where one"
                     " step count for each parameter is called for: make the state with"
                     " this transformation's own init."
                 )
-            arrays[index] = counts
-        return arrays
+            stored[index] = counts
+        return stored
 
     def seen(self, arrays: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
         """Returns the transformation's own state, with shapes for coded leaves."""
@@ -261,12 +248,6 @@ class StateLayout:
         """Shapes and dtypes of the transformation's own state."""
         avals = [leaf.aval for leaf in self.leaves]
         return jax.tree.unflatten(self.structure, avals)
-
-    @functools.cached_property
-    def parameter_paths(self) -> list[KeyPath]:
-        """The paths of the parameters."""
-        numbers = range(self.parameters.num_leaves)
-        return leaf_paths(jax.tree.unflatten(self.parameters, numbers))[0]
 
 
 # A moment of less than this part of `min_paged_size` counts alone: its transfer remains
@@ -337,44 +318,18 @@ def resident(
     return on_device
 
 
-def _encoded_parts(
-    avals: Sequence[ArrayOrShape], structure: PyTreeDef, state: PyTree
-) -> dict[int, StoredOrShape]:
-    """Returns the encoded parts of moments in a state, by the leaf's position."""
-    if not in_shard_map() and current().layer is None:
-        return {}
-    try:
-        pairs = enumerate(zip(structure.flatten_up_to(state), avals, strict=True))
-    except ValueError:
-        return {}  # of another structure, which `StateLayout.take_apart` refuses
-    # A part without a codec has the moment's dtype.
-    return {i: x for i, (x, y) in pairs if getattr(x, "dtype", None) != y.dtype}
-
-
 def _arranged_like(
     part: StoredOrShape, codec: Codec, shape: tuple[int, ...]
 ) -> Codec | None:
-    """Returns a codec as it stores an encoded part; None: in no known arrangement."""
-    for full in _wholes(shape):
-        candidate = arranged(codec, shape, full)
-        if _layout_kinds(candidate.stored(shape)) == _layout_kinds(part):
-            return candidate
-    return None
+    """Returns a codec as it stores an encoded part; None: in no known arrangement.
 
-
-def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the shapes of which this may be a part, itself first."""
-    if current().layer is not None and len(shape) > 2 and shape[0] == 1:
-        yield shape
-        shape = 2, *shape[1:]  # all stacks of several layers have one arrangement
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    manual = [size for size, kind in sizes if kind is AxisType.Manual]
-    for places in itertools.product(range(len(shape) + 1), repeat=len(manual)):
-        full = [1, *shape]
-        for place, size in zip(places, manual, strict=True):
-            full[place] *= size  # at 0: divided along no axis of the moment
-        yield tuple(full[1:])
+    The part is arranged as it would be alone, or as the whole moment is.
+    """
+    attributes = codec.block, codec.signed, codec.draws, getattr(codec, "seed", 0)
+    axes = (-2, -1, None) if len(shape) > 1 else ()
+    wholes = (Arranged(codec, x, y, *attributes) for x in axes for y in axes)
+    like = lambda x: _layout_kinds(x.stored(shape)) == _layout_kinds(part)
+    return next(filter(like, (arranged(codec, shape), *wholes)), None)
 
 
 def _layout_kinds(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:

@@ -1,7 +1,6 @@
-"""Partitions of trees: paths and leaves, arrays and the rest, owners of leaves."""
+"""Leaves of trees: their paths, their types, and their owners."""
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.types import ArrayOrShape, KeyPath, PyTreeDef
+from paged_optax.backend.types import ArrayOrShape, KeyPath
 
 #: A parameter or a gradient: an array, or the shape and dtype of one.
 Parameter = Array | jax.ShapeDtypeStruct
@@ -26,32 +25,10 @@ Value = PyTree[ArrayOrShape | ArrayLike]
 Traceable = ArrayLike | jax.ShapeDtypeStruct
 
 
-#: Takes the place of an array in a `Static`.
-_ARRAY = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """A tree without its arrays, which `_ARRAY` replaces."""
-
-    treedef: PyTreeDef
-    leaves: tuple[object, ...]
-
-    def merge(self, arrays: Sequence[Traceable]) -> PyTree:
-        """Returns the tree with these arrays."""
-        array = iter(arrays)
-        leaves = [next(array) if x is _ARRAY else x for x in self.leaves]
-        return jax.tree.unflatten(self.treedef, leaves)
-
-
-def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
-    """Partitions a tree into arrays and numbers, and the rest."""
-    leaves, treedef = jax.tree.flatten(tree)
-    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
-    numbers = (int, float, complex)  # a new value must not mean a new compilation
-    traced = lambda x: isinstance(x, (*kinds, *numbers)) and not isinstance(x, bool)
-    rest = tuple(_ARRAY if traced(x) else x for x in leaves)
-    return list(filter(traced, leaves)), Static(treedef, rest)
+def is_traceable(x: object) -> bool:
+    """Returns whether a new value of an extra argument means no new compilation."""
+    kinds = jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex
+    return isinstance(x, kinds) and not isinstance(x, bool)
 
 
 def as_arrays(tree: PyTree) -> PyTree[Parameter]:

@@ -12,7 +12,7 @@ from jax import Array
 
 from paged_optax.codecs import Codec, Quantized, arranged
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.codec_rules import check, choose, coded_moments
+from paged_optax.transform.codec_rules import check, choose
 from paged_optax.transform.trees import parameter_of
 
 
@@ -61,7 +61,7 @@ def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]
     paths, avals = [path for path, _ in flat], [x for _, x in flat]
     own = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     param_indices = parameter_of(paths, own)
-    codecs = choose(coded_moments(check(codec), state, params, param_indices))
+    codecs, _ = choose(check(codec), state, params, param_indices)
     return [
         Leaf(x.shape, codec and arranged(codec, x.shape), param_index)
         for x, codec, param_index in zip(avals, codecs, param_indices, strict=True)
