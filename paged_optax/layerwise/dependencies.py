@@ -87,11 +87,8 @@ def chunked_leaves(
         [True] * partition.in_layers.count(True),
         partition.others(used(run, partition.rest, batch)),
     )
-    moments = lambda n: [
-        x
-        for k, x in enumerate(layered.state)
-        if layered.param_indices[k] == n and k not in layered.shared
-    ]
+    owned = lambda k, n: layered.param_indices[k] == n and k not in layered.shared
+    moments = lambda n: [x for k, x in enumerate(layered.state) if owned(k, n)]
     return [
         n
         for n, x in enumerate(layered.params)
@@ -101,14 +98,9 @@ def chunked_leaves(
 
 def _divides(x: Array, moments: list[Stored], chunks: int) -> bool:
     """True if a parameter and its moments divide into chunks of whole rows."""
-    arrays = [y for moment in moments for y in jax.tree.leaves(moment)]
-    if not any(map(on_host, arrays)) or on_host(x) or x.ndim < 2:
+    arrays: list[Array] = jax.tree.leaves(moments)
+    if not any(map(on_host, arrays)) or on_host(x) or not on_one_device(arrays):
         return False
+    whole = lambda y, rows: y.ndim >= 2 and y.shape[0] % (chunks * rows) == 0
     large = x.size // chunks >= SMALLEST_CODED
-    divides = x.shape[0] % (chunks * _ROWS) == 0
-    return (
-        on_one_device(arrays)
-        and large
-        and divides
-        and all(y.ndim >= 2 and y.shape[0] % (chunks * _ROWS // 4) == 0 for y in arrays)
-    )
+    return large and whole(x, _ROWS) and all(whole(y, _ROWS // 4) for y in arrays)

@@ -76,13 +76,7 @@ def on_explicit_axes(
 
 
 def _traced(
-    model: ModelFunctions,
-    length: int,
-    rest: PyTree,
-    weights: PyTree,
-    batch: PyTree,
-    fixed_rest: PyTree,
-    fixed: PyTree,
+    model: ModelFunctions, length: int, *types: PyTree
 ) -> list[list[PartitionSpec]]:
     """Traces the model's functions and their gradients, on the current axes.
 
@@ -91,8 +85,9 @@ def _traced(
     """
     specs: list[list[PartitionSpec]] = []
 
-    def total(trained: tuple[PyTree, PyTree], remaining: tuple[PyTree, ...]) -> Array:
-        (rest, weights), (batch, fixed_rest, fixed) = trained, remaining
+    def total(
+        rest: PyTree, weights: PyTree, batch: PyTree, fixed_rest: PyTree, fixed: PyTree
+    ) -> Array:
         frozen = model.frozen and dataclasses.replace(model.frozen, rest=fixed_rest)
         one = dataclasses.replace(model, frozen=frozen)
         x, context = one.run_prologue(rest, batch)
@@ -102,17 +97,12 @@ def _traced(
             # The second layer is the first one with a layer's output as its input.
             check_same_input(x, output)
             output, kept = run(output)
-        stack = lambda x: jnp.broadcast_to(x, (length, *x.shape))
-        kept = jax.tree.map(stack, kept)
+        kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (length, *x.shape)), kept)
         specs.extend(map(_specs, (output, context, kept)))
         loss, _ = loss_and_metrics(one.run_epilogue(rest, output, kept, batch))
         return jnp.asarray(loss.total if isinstance(loss, WeightedLoss) else loss)
 
-    def grads(trained: tuple[PyTree, PyTree], remaining: tuple[PyTree, ...]) -> PyTree:
-        value, pull = jax.vjp(lambda trained: total(trained, remaining), trained)
-        return pull(value)
-
-    jax.eval_shape(grads, (rest, weights), (batch, fixed_rest, fixed))
+    jax.eval_shape(jax.grad(total, argnums=(0, 1)), *types)
     return specs
 
 

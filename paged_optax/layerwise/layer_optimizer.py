@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress
 from typing import Any, TypeVar
 
 import jax
@@ -64,7 +63,7 @@ class LayerOptimizer:
           ValueError: If their rows cannot be updated alone.
         """
         layered = self.layered.in_chunks(numbers)
-        self.tree.same.check_complete(self.tree.tree, layered, numbers)
+        self.tree.same.check_complete(layered, numbers)
         tree = dataclasses.replace(self.tree, layered=layered)
         return LayerOptimizer(tree, self.enabled)
 
@@ -90,10 +89,8 @@ class LayerOptimizer:
         """
         (every,), length = self.layered.grouped(1), self.layered.length
         shards = self.layered.sliced_shards
-        state = [
-            read_moment(x, i, length, divided)
-            for x, divided in zip(moments, shards, strict=True)
-        ]
+        pairs = zip(moments, shards, strict=True)
+        state = [read_moment(x, i, length, divided) for x, divided in pairs]
         # Moments without a codec are computed whole here. Others have page loops, and
         # are isolated: one leaf's are written back while the next one's are read.
         with within(isolate=True):
@@ -165,16 +162,12 @@ class LayerOptimizer:
         params = partition.combine(stacks, remaining)
         updates: list[Array | None] = partition.combine(small, gradients)
         rest = {n for n, sliced in enumerate(layered.sliced) if not sliced}
-        count = len(layered.state)
         offloaded = [n for n in rest if on_host(params[n])]
         new, state = self._update_all_but(offloaded, params, updates)
+        add = optax.apply_updates
         # The rows of a divided parameter are on other devices.
-        undivided = on_one_device([params[n] for n in offloaded])
-        add = (
-            functools.partial(jax.tree.map, add_in_place)
-            if undivided
-            else optax.apply_updates
-        )
+        if on_one_device([params[n] for n in offloaded]):
+            add = functools.partial(jax.tree.map, add_in_place)
         # The device holds one of the largest at a time.
         large = sorted(offloaded, key=lambda n: -nbytes(params[n]))
         fetches = [[n] for n in large[:_FETCHED_SINGLY]] + [large[_FETCHED_SINGLY:]]
@@ -183,8 +176,8 @@ class LayerOptimizer:
             items = {n: (params[n], updates[n]) for n in numbers}
             # Each fetch follows the previous update, which limits device memory.
             items, last = fetch_after(items, last)
-            for n, pair in items.items():
-                params[n], updates[n] = pair
+            for n in numbers:
+                params[n], updates[n] = items[n]
             left = rest.difference(numbers)
             leaves, moments = self._update_all_but(left, params, updates, add)
             last = {n: jax.device_put(leaves[n], HOST) for n in numbers}
@@ -192,8 +185,11 @@ class LayerOptimizer:
             indices = layered.param_indices
             state |= {k: x for k, x in moments.items() if indices[k] in numbers}
         params = [new.get(n, x) for n, x in enumerate(params)]
-        remaining = list(compress(params, [not flag for flag in partition.in_layers]))
-        return layered.of_layers(params), remaining, list(map(state.get, range(count)))
+        remaining = [
+            x for x, inner in zip(params, partition.in_layers, strict=True) if not inner
+        ]
+        leaves = [state.get(k) for k in range(len(layered.state))]
+        return layered.of_layers(params), remaining, leaves
 
     def _update_all_but(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import optax
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure, fixed_variables
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef
 from paged_optax.state.leaves import is_quantized
 
 
@@ -18,11 +18,6 @@ class LayerNumbers(tuple[int, ...]):
     """The number of a leaf in each layer, or -1. A pytree leaf, not a container."""
 
     __slots__ = ()
-
-    @classmethod
-    def create(cls, numbers: Sequence[int | None]) -> "LayerNumbers":
-        """Replaces None by -1."""
-        return cls(-1 if n is None else n for n in numbers)
 
 
 #: The own tree's leaves that form one leaf of the stacked tree, by number: one leaf of
@@ -70,30 +65,15 @@ def with_stack(leaf: PyTree, stack: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerTree:
-    """The correspondence between a tree of layers and a tree of stacks.
+    """The correspondence between a tree of layers and a tree of stacks."""
 
-    Attributes:
-      structure: The structure of the own tree.
-      members: The stacked tree: nested dicts whose leaves are `Members`.
-    """
-
-    structure: PyTreeDef
-    members: PyTree
-
-    @classmethod
-    def of_stacks(cls, structure: PyTreeDef) -> "LayerTree":
-        """The tree of a model whose own leaves are stacks."""
-        return cls(structure, list(range(structure.num_leaves)))
+    structure: PyTreeDef  # of the own tree
+    members: PyTree  # the stacked tree: nested dicts whose leaves are `Members`
 
     @functools.cached_property
     def stacked(self) -> tuple[list[Members], PyTreeDef]:
         """The members of each stacked leaf, and the structure of the stacked tree."""
         return jax.tree.flatten(self.members)
-
-    @functools.cached_property
-    def _pure(self) -> PyTreeDef:
-        numbers = range(self.structure.num_leaves)
-        return jax.tree.structure(as_pure(self.structure.unflatten(numbers)))
 
     @property
     def length(self) -> int:
@@ -119,6 +99,21 @@ class LayerTree:
             )
         return leaves
 
+    def shapes(
+        self,
+        stacked: Sequence[ArrayOrShape],
+        layers: Collection[int | None] | None = None,
+    ) -> PyTree:
+        """The shapes of the own tree, with `optax.MaskedNode`s for other layers."""
+
+        def of_layer(x: jax.ShapeDtypeStruct, i: int) -> PyTree:
+            if layers is not None and i not in layers:
+                return optax.MaskedNode()
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stacked]
+        return self.structure.unflatten(tree_leaves(self.stacked[0], shapes, of_layer))
+
     def stack(
         self, tree: PyTree, together: Together, item: Each = lambda n, x: x
     ) -> PyTree:
@@ -141,7 +136,9 @@ class LayerTree:
             )
 
         # A state may have Flax variables where the parameters have none.
-        stacked = _replace(as_pure(tree), self._pure, combine)
+        numbers = self.structure.unflatten(range(self.structure.num_leaves))
+        pure = jax.tree.structure(as_pure(numbers))
+        stacked = _replace(as_pure(tree), pure, combine)
         if not subtrees and any(getattr(x, "shape", ()) for x in jax.tree.leaves(tree)):
             raise ValueError(
                 "the state has no moments in a tree of the structure of split_layers'"
@@ -153,10 +150,10 @@ class LayerTree:
     def get_members(self, structure: PyTreeDef) -> list[Members]:
         """Returns, for each leaf of a stacked state, the leaves of the own state."""
         numbers = structure.unflatten(range(structure.num_leaves))
-        stacked = jax.tree.leaves(
-            self.stack(numbers, LayerNumbers.create), is_leaf=is_stored
+        join = lambda numbers: LayerNumbers(-1 if n is None else n for n in numbers)
+        return list(
+            map(stack_of, jax.tree.leaves(self.stack(numbers, join), is_leaf=is_stored))
         )
-        return list(map(stack_of, stacked))
 
     def unstack(
         self,
@@ -187,33 +184,30 @@ class LayerTree:
         return fixed_variables(_replace(tree, self.stacked[1], combine))
 
     def _joined(
-        self,
-        entries: Sequence[PyTree],
-        members: LayerNumbers,
-        together: Together,
+        self, entries: Sequence[PyTree], members: LayerNumbers, together: Together
     ) -> PyTree:
         layers = [entries[n] for n in members]
         present = tuple(not isinstance(x, optax.MaskedNode) for x in layers)
         if not any(present):
             return layers[0]
-        there = [n for n, flag in enumerate(present) if flag]
-        dtypes = [
-            [str(x.dtype) for x in jax.tree.leaves(layers[n]) if hasattr(x, "dtype")]
-            for n in there
+        first = present.index(True)
+        dtypes = lambda tree: [
+            str(x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "dtype")
         ]
-        for n, of_layer in zip(there, dtypes, strict=True):
-            if of_layer != dtypes[0]:
+        structure = jax.tree.structure(layers[first])
+        leaves: list[list[PyTree]] = []
+        for n, x in enumerate(layers):
+            if not present[n]:
+                leaves.append([None] * structure.num_leaves)
+                continue
+            if dtypes(x) != dtypes(layers[first]):
                 raise ValueError(
-                    f"a moment of layer {n} is stored as {', '.join(of_layer)}, and of"
-                    f" layer {there[0]} as {', '.join(dtypes[0])}. The layers' moments"
-                    " are one stack: in codec= let a key match all layers, as in"
-                    " 'layers/*/up'."
+                    f"a moment of layer {n} is stored as {', '.join(dtypes(x))}, and of"
+                    f" layer {first} as {', '.join(dtypes(layers[first]))}. The layers'"
+                    " moments are one stack: in codec= let a key match all layers, as"
+                    " in 'layers/*/up'."
                 )
-        structure = jax.tree.structure(layers[there[0]])
-        leaves = [
-            structure.flatten_up_to(x) if there else [None] * structure.num_leaves
-            for x, there in zip(layers, present, strict=True)
-        ]
+            leaves.append(structure.flatten_up_to(x))
         stack = structure.unflatten(map(together, zip(*leaves, strict=True)))
         return stack if all(present) else SomeLayers(stack, present)
 
@@ -224,18 +218,19 @@ def _replace(
     combine: Callable[[Sequence[PyTree]], PyTree],
 ) -> PyTree:
     """Replaces each subtree of a structure by the combination of its leaves."""
-    if is_stored(tree):
-        return tree
-    try:
-        entries = structure.flatten_up_to(tree)
-    except (TypeError, ValueError):
-        entries = None
-    if entries is not None and all(map(_is_entry, entries)):
-        return combine(entries)
-    children, outer = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
-    if jax.tree_util.treedef_is_leaf(outer):
-        return tree
-    return outer.unflatten([_replace(x, structure, combine) for x in children])
+
+    def entries(node: PyTree) -> list[PyTree] | None:
+        try:
+            children = structure.flatten_up_to(node)
+        except (TypeError, ValueError):
+            return None
+        return children if all(map(_is_entry, children)) else None
+
+    is_leaf = lambda node: is_stored(node) or entries(node) is not None
+    replace = lambda node: (
+        node if is_stored(node) or (x := entries(node)) is None else combine(x)
+    )
+    return jax.tree.map(replace, tree, is_leaf=is_leaf)
 
 
 def _is_entry(x: PyTree) -> bool:

@@ -15,7 +15,7 @@ from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
+from paged_optax.layerwise.layer_tree import is_stored, stack_of, with_stack
 from paged_optax.layerwise.parameters import Partition, stack_length
 from paged_optax.layerwise.slices import LayerIndex, is_sliced, write_slice
 from paged_optax.transform.trees import leaf_paths, parameter_of
@@ -29,48 +29,36 @@ _GROUPS = 4
 
 
 class Group(NamedTuple):
-    """Leaves of a layer with a common update.
+    """Leaves of a layer with a common update."""
 
-    Attributes:
-      positions: Their positions among the layer's leaves.
-      moment_positions: The positions of their moments among the state's stacks.
-    """
-
-    positions: tuple[int, ...]
-    moment_positions: tuple[int, ...]
+    positions: tuple[int, ...]  # among the layer's leaves
+    moment_positions: tuple[int, ...]  # of their moments, among the state's stacks
 
 
 def group_leaves(
     travel: Mapping[int, int],
     param_indices: Sequence[int] = (),
-    maximum: int | None = None,
+    maximum: int = _GROUPS,
 ) -> list[Group]:
     """Divides a layer's leaves into groups of about equal travel.
 
     Args:
       travel: The bytes of each leaf that travel, by its position.
       param_indices: For each of the state's stacks, the position of its leaf.
-      maximum: The largest number of groups; None uses the default.
-
-    Returns:
-      The groups.
+      maximum: The largest number of groups.
     """
-    count = min(maximum or _GROUPS, sum(map(bool, travel.values())))
+    count = min(maximum, sum(map(bool, travel.values())))
     groups: list[list[int]] = [[] for _ in range(max(1, count))]
     sizes = [0] * len(groups)
     for size, index in sorted(((x, n) for n, x in travel.items()), reverse=True):
         minimum = sizes.index(min(sizes))
         groups[minimum].append(index)
         sizes[minimum] += size
+    moments = lambda group: (n for n, k in enumerate(param_indices) if k in group)
     # The smallest comes first. It is fetched during the last segment, where XLA:GPU
     # starts transfers late (jax 0.12.0.1).
     return [
-        Group(
-            tuple(sorted(group)),
-            tuple(
-                n for n, param_index in enumerate(param_indices) if param_index in group
-            ),
-        )
+        Group(tuple(sorted(group)), tuple(moments(group)))
         for _, group in sorted(zip(sizes, groups, strict=True))
     ]
 
@@ -116,43 +104,35 @@ class LayeredState:
         self.shards, self.moment_shards = shards
         self.length = stack_length(partition.layers)
         paths, self.params = leaf_paths(as_pure(params))
-        others = [x.dtype for x in partition.others(partition.rest)]
-        dtypes = [x.dtype for x in jax.tree.leaves(gradients)]
+        trees = jax.tree.leaves(gradients), partition.others(partition.rest)
         self.gradients = [
-            jax.ShapeDtypeStruct(x.shape, dtype)
-            for x, dtype in zip(
-                self.params, partition.combine(dtypes, others), strict=True
-            )
+            jax.ShapeDtypeStruct(x.shape, g.dtype)
+            for x, g in zip(self.params, partition.combine(*trees), strict=True)
         ]
-        inner = zip(partition.in_layers, self.params, strict=True)
+        inner = enumerate(zip(partition.in_layers, self.params, strict=True))
         self.sliced = [
-            n in chunked or (flag and is_sliced(x)) for n, (flag, x) in enumerate(inner)
+            n in chunked or (flag and is_sliced(x)) for n, (flag, x) in inner
         ]
         self.numbers = [n for n, inner in enumerate(partition.in_layers) if inner]
         self.numbers += self.chunked
         self.state_structure = jax.tree.structure(state, is_leaf=is_stored)
         self.state_paths, self._stored = leaf_paths(as_pure(state), is_stored)
-        self.state: list[Stored] = [
-            x.stack if isinstance(x, SomeLayers) else x for x in self._stored
-        ]
+        self.state: list[Stored] = list(map(stack_of, self._stored))
         self.param_indices = parameter_of(self.state_paths, paths)
-        moments = [
-            (k, x, n)
-            for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
-            if n is not None and self.sliced[n] and jax.tree.leaves(x)[0].ndim
-        ]
-        self.shared = {
-            k: x
-            for k, (x, n) in enumerate(zip(self.state, self.param_indices, strict=True))
-            if n is None or not jax.tree.leaves(x)[0].ndim
+        owned = {
+            k: n
+            for k, n in enumerate(self.param_indices)
+            if n is not None and jax.tree.leaves(self.state[k])[0].ndim
         }
-        self.moment_numbers = [k for k, _, _ in moments]
+        self.shared = {k: x for k, x in enumerate(self.state) if k not in owned}
+        self.moment_numbers = [k for k, n in owned.items() if self.sliced[n]]
+        self.moment_params = [owned[k] for k in self.moment_numbers]
         # Scales stay on the device: on a TPU a slice of a vector is no whole tile.
-        self.moments = [_scales_to(x, host=False) for _, x, _ in moments]
-        self.moment_params = [n for _, _, n in moments]
-        self.sliced_shards = list(
-            map(self._shards_of, self.moments, self.moment_params)
-        )
+        self.moments = [
+            _scales_to(self.state[k], host=False) for k in self.moment_numbers
+        ]
+        pairs = zip(self.moments, self.moment_params, strict=True)
+        self.sliced_shards = [self._shards_of(*pair) for pair in pairs]
 
     def in_chunks(self, numbers: Sequence[int]) -> "LayeredState":
         """The same leaves, with these parameters updated in chunks."""
@@ -165,11 +145,11 @@ class LayeredState:
         axes = zip(shape, shards.divisions, strict=True)
         return shards if all(n % parts == 0 for n, parts in axes) else None
 
-    def grouped(self, maximum: int | None = None) -> list[Group]:
+    def grouped(self, maximum: int = _GROUPS) -> list[Group]:
         """Groups the leaves that are updated in slices, with about equal transfers."""
         positions = {number: position for position, number in enumerate(self.numbers)}
-        travel = {positions[n]: 0 for n in self.numbers if self.sliced[n]}
         moving = [(n, self.params[n]) for n in self.numbers if self.sliced[n]]
+        travel = {positions[n]: 0 for n, _ in moving}
         for n, x in [*moving, *zip(self.moment_params, self.moments, strict=True)]:
             travel[positions[n]] += nbytes(x) if on_host(x) else 0
         return group_leaves(travel, [positions[n] for n in self.moment_params], maximum)
@@ -181,9 +161,8 @@ class LayeredState:
 
     def small_gradients(self) -> list[Array | None]:
         """Zeros for the gradients of all layers' small leaves, such as norms."""
-        pairs = zip(self.gradients, self.sliced, strict=True)
-        zeros = [None if flag else jnp.zeros(x.shape, x.dtype) for x, flag in pairs]
-        return self.of_layers(zeros)
+        zeros = lambda x, sliced: None if sliced else jnp.zeros(x.shape, x.dtype)
+        return self.of_layers([*map(zeros, self.gradients, self.sliced)])
 
     def others_with(
         self, params: Sequence[Array], chunked: Sequence[Array]
@@ -206,11 +185,7 @@ class LayeredState:
         for k, x in zip(self.moment_numbers, moments, strict=True):
             old = self.state[k]
             new[k] = unflatten_like(old, _scales_to(x, host=on_host(old)))
-        new = [
-            SomeLayers(x, old.present) if isinstance(old, SomeLayers) else x
-            for old, x in zip(self._stored, new, strict=True)
-        ]
-        return unflatten_like(self._args[2], new)
+        return unflatten_like(self._args[2], [*map(with_stack, self._stored, new)])
 
 
 def store_small(
@@ -224,42 +199,39 @@ def store_small(
 
 
 def _scales_to(x: Stored, *, host: bool) -> Stored:
-    """Moves a stack's scales to the device, or back to the host.
-
-    The container names no codec, like the containers of single layers.
-    """
+    """Moves a stack's scales to the device, or back to the host."""
     if not isinstance(x, Quantized):
         return x
-    if not on_host(x):
-        return Quantized(*x)
-    return Quantized(x.codes, jax.device_put(x.scales, HOST if host else DEVICE))
+    scales = x.scales
+    if on_host(x):
+        scales = jax.device_put(scales, HOST if host else DEVICE)
+    # The container names no codec, like the containers of single layers.
+    return Quantized(x.codes, scales)
 
 
 def _check_same_stack(path: KeyPath, x: Stored, param: Array) -> None:
     length = param.shape[0]
-    values = param.size // length
-    fits = (
-        x.shape == param.shape
-        if not isinstance(x, Quantized)
-        else (
-            x.codes.shape[0] == length
-            and (x.scales.ndim == 1 or x.scales.shape[0] == length)
-            and x.scales.size % length == 0
-            and values % -(-values // (x.scales.size // length)) == 0
-        )
+    hint = (
+        "use moments of the parameters' own shape; with a codec, layers of whole"
+        " blocks, or the codec 'float32' for this parameter."
     )
-    if fits:
-        return
-    hint = "use moments of the parameters' own shape; with a codec, layers of whole"
-    hint += " blocks, or the codec 'float32' for this parameter."
-    if isinstance(x, Quantized) and x.scales.ndim == 2:
-        # Scales have two axes only if parts are no ranges of whole blocks.
-        hint = (
-            f"it is divided into {x.scales.shape[0]} parts, and a block runs through"
-            " several rows of a part: divide another axis of the parameter, or none."
+    if not isinstance(x, Quantized):
+        fits = x.shape == param.shape
+    else:
+        values, scales = param.size // length, x.scales.size // length
+        stacked = x.scales.ndim == 1 or x.scales.shape[0] == length
+        whole = x.codes.shape[0] == length and x.scales.size % length == 0
+        fits = stacked and whole and values % -(-values // scales) == 0
+        if x.scales.ndim == 2:
+            # Scales have two axes only if parts are no ranges of whole blocks.
+            hint = (
+                f"it is divided into {x.scales.shape[0]} parts, and a block runs"
+                " through several rows of a part: divide another axis of the"
+                " parameter, or none."
+            )
+    if not fits:
+        shapes = jax.tree.map(lambda x: x.shape, x)
+        raise ValueError(
+            f"state{keystr(path)} has shape {shapes}, which cannot be cut into the"
+            f" {length} layers of its parameter of shape {param.shape}: {hint}"
         )
-    shapes = jax.tree.map(lambda x: x.shape, x)
-    raise ValueError(
-        f"state{keystr(path)} has shape {shapes}, which cannot be cut into the"
-        f" {length} layers of its parameter of shape {param.shape}: {hint}"
-    )

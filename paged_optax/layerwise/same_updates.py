@@ -1,24 +1,19 @@
-"""Finds layers with the same update, in a trace of the tree of all layers.
-
-A layer's signature has the program of each of its leaves, and the program's inputs.
-"""
+"""Finds layers with the same computation, in a trace of the tree of all layers."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import trace
+from paged_optax.analysis.flat import Flat, trace
 from paged_optax.analysis.per_leaf import CrossLeafError, analyse
-from paged_optax.analysis.program import FILLS, Analysis, Constant, Operand
+from paged_optax.analysis.program import FILLS
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, tree_leaves
@@ -41,100 +36,188 @@ class CrossLayerError(CrossLeafError):
         )
 
 
-def contents(x: ArrayLike) -> Hashable:
-    """Returns the shape and the bytes of a constant."""
+_WAY_OUT = (
+    "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
+    " bools, and labels as a tree of strings."
+)
+
+
+#: A leaf's kind, its node, and the number of its stack: the same in all layers.
+Name = tuple[str, str, int | None]
+
+
+class Role(NamedTuple):
+    """A leaf of parameters, updates or a state."""
+
+    name: Name
+    layer: int | None  # None outside the layers
+    param_index: int | None  # the number of its parameter
+
+
+class Roles:
+    """Names the leaves of parameters, updates and states of an own tree."""
+
+    def __init__(self, tree: LayerTree, params: PyTree):
+        members, _ = tree.stacked
+        numbers = [
+            n if isinstance(m, LayerNumbers) else (n, None)
+            for n, m in enumerate(members)
+        ]
+        places = tree_leaves(members, numbers, lambda n, layer: (n, layer))
+        entries = tree.structure.flatten_up_to(params)
+        pairs = zip(places, entries, strict=True)
+        self._places = [place for place, x in pairs if jax.tree.leaves(x)]
+        self.paths, _ = leaf_paths(params)
+
+    def of(self, kind: str, tree: PyTree) -> list[Role]:
+        """The roles of the leaves of a tree."""
+        paths, _ = leaf_paths(tree)
+
+        def role(path: KeyPath, n: int | None) -> Role:
+            if n is None:
+                return Role((kind, keystr(path), None), None, None)
+            node = path[: len(path) - len(self.paths[n])]
+            index, layer = self._places[n]
+            return Role((kind, keystr(node), index), layer, n)
+
+        return list(map(role, paths, parameter_of(paths, self.paths)))
+
+
+def computations(
+    flat: Flat, roles: Sequence[Role]
+) -> Iterator[tuple[object, list[Role]]]:
+    """Yields each result's computation, and the arguments that it reads.
+
+    Computations are equal whatever the shapes of the arrays that they fill.
+    """
+    known = {n: role.name for n, role in enumerate(roles)}
+    known |= {n: _contents(x) for n, x in flat.constants.items()}
+    for x in flat.outputs:
+        numbered = flat.program([x])
+        program, read = numbered.program, numbered.inputs
+        params = lambda e: () if e.primitive.name in FILLS else e.params
+        eqns = [(e.primitive, params(e), e.inputs, e.outputs) for e in program.eqns]
+        computed = eqns, program.outputs, [known[n] for n in read]
+        yield computed, [roles[n] for n in read if n not in flat.constants]
+
+
+def _contents(x: ArrayLike) -> Hashable:
+    if is_traced(x):
+        return id(x)
     if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     array = np.asarray(x)
     return array.shape, array.tobytes()
 
 
-def tree_shapes(
-    tree: LayerTree,
-    stacked: Sequence[Array | jax.ShapeDtypeStruct],
-    layers: Sequence[int | None] | None = None,
-) -> PyTree:
-    """Returns the shapes of the own tree."""
-
-    def of_layer(x: jax.ShapeDtypeStruct, i: int) -> PyTree:
-        if layers is not None and i not in layers:
-            return optax.MaskedNode()
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stacked]
-    return tree.structure.unflatten(tree_leaves(tree.stacked[0], shapes, of_layer))
+#: For each result of a layer, by its name: true if it is element-wise, and its
+#: computation.
+Signature = dict[Name, tuple[bool, object]]
 
 
-_WAY_OUT = (
-    "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
-    " bools, and labels as a tree of strings."
-)
-
-#: A leaf's kind, its node, and its parameter: the same in all layers.
-_Name = tuple[str, str, Hashable]
-
-#: A leaf's name and layer; None outside the layers.
-_Role = tuple[_Name, int | None]
-
-#: The computations of a traced function's results, by layer and name.
-Signatures = dict[int | None, dict[_Name, object]]
-
-
-class _Computation(NamedTuple):
-    """The computation of one result, without the shapes of filled arrays."""
-
-    elementwise: bool
-    eqns: object
-    inputs: object
-    result: int
-
-
-class Roles:
-    """Names and layers of the leaves of parameters and of a state.
+@dataclasses.dataclass(frozen=True)
+class SameUpdates:
+    """Kinds of layers with the same update.
 
     Attributes:
-      paths: The parameters' paths.
-      param_indices: For each leaf of the state, the number of its parameter, or None.
-      of_state: The roles of the leaves of the state.
+      full: The signatures of an update of the whole own tree, by layer.
+      kinds: For each layer, the number of its kind.
+      pruned: True if a layer has the same update in a tree without the other layers.
+        `optax.MaskedNode`s then replace them, which take no time to trace.
     """
 
-    def __init__(self, tree: LayerTree, params: PyTree, state: PyTree):
-        members, _ = tree.stacked
-        stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
-        layers = {o: (n, layer) for n, x in stacks for layer, o in enumerate(x)}
-        entries = tree.structure.flatten_up_to(params)
-        there = [n for n, x in enumerate(entries) if jax.tree.leaves(x)]
-        self._layers = {k: layers[n] for k, n in enumerate(there) if n in layers}
-        self.paths, _ = leaf_paths(params)
-        state_paths, _ = leaf_paths(state)
-        self.param_indices = parameter_of(state_paths, self.paths)
-        pairs = zip(state_paths, self.param_indices, strict=True)
-        self.of_state = [self._role("state", *pair) for pair in pairs]
+    tx: optax.GradientTransformationExtraArgs
+    tree: LayerTree
+    full: dict[int | None, Signature]
+    kinds: tuple[int, ...]
+    pruned: bool
 
-    def of_parameters(self, kind: str) -> list[_Role]:
-        """The roles of the parameters, or of their updates."""
-        return [self._role(kind, path, n) for n, path in enumerate(self.paths)]
+    @classmethod
+    def create(
+        cls,
+        tx: optax.GradientTransformationExtraArgs,
+        tree: LayerTree,
+        layered: LayeredState,
+    ) -> "SameUpdates":
+        """Traces the update of the whole own tree, then of one layer of each kind."""
+        stacks = layered.gradients, layered.params
+        full = _signatures(tx, tree, *map(tree.shapes, stacks))
+        if not tree.length:  # the stacks are the own tree
+            return cls(tx, tree, full, (0,) * layered.length, False)
+        layers = [full[i] for i in range(tree.length)]
+        firsts = [layers.index(x) for x in layers]
+        kinds = sorted(set(firsts))
 
-    def _role(self, kind: str, path: KeyPath, param_index: int | None) -> _Role:
-        if param_index is None:
-            return (kind, keystr(path), None), None
-        node = path[: len(path) - len(self.paths[param_index])]
-        index, layer = self._layers.get(
-            param_index, (keystr(self.paths[param_index]), None)
+        def agrees(k: int | None) -> bool:
+            one = _signatures(tx, tree, *(tree.shapes(x, (k,)) for x in stacks))
+            return one[k] == full[k] and one[None] == full[None]
+
+        try:
+            pruned = all(map(agrees, (None, *kinds)))
+        except Exception:  # `tx` captures a tree of all layers
+            pruned = False
+        return cls(tx, tree, full, tuple(map(kinds.index, firsts)), pruned)
+
+    def check_complete(self, layered: LayeredState, numbers: Collection[int]) -> None:
+        """Raises if a part of a parameter's rows cannot be updated alone.
+
+        A part of each parameter in `numbers` is updated with each layer.
+
+        Raises:
+          ValueError: If a parameter's update is not element by element, or if it
+            depends on the parameter's shape.
+        """
+        members, rest = self.tree.stacked[0], self.full[None]
+        paths, _ = leaf_paths(self.tree.shapes(layered.params))
+        text = lambda name: (
+            f"state{name[1]}"
+            if name[2] is None
+            else f"parameter {keystr(paths[members[name[2]]])}"
         )
-        return (kind, keystr(node), index), layer
+        for name, (elementwise, _) in rest.items():
+            if name[2] in numbers and not elementwise:
+                raise ValueError(
+                    f"the update of {text(name)} is not element by element (a norm, a"
+                    " factored moment, a matrix product, noise), so that one layer's"
+                    " part of the stack cannot be updated without the others: with"
+                    " layerwise_step use a transformation such as paged_adamw,"
+                    " paged_lion or paged_sgd, or split a loss whose layers are a list."
+                )
+
+        def cut(n: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            if n not in numbers:
+                return x
+            rows = x.shape[0] // layered.length
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+        layers = (None,) if self.pruned else None
+        trees = [
+            self.tree.shapes([cut(n, x) for n, x in enumerate(leaves)], layers)
+            for leaves in (layered.gradients, layered.params)
+        ]
+        try:
+            parts = _signatures(self.tx, self.tree, *trees)[None]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "each layer is updated in a stack of its own, and tx.update refuses a"
+                f" stack of one layer: {error} {_WAY_OUT}"
+            ) from error
+        for name, x in rest.items():
+            if parts.get(name) != x:
+                raise ValueError(
+                    f"the update of {text(name)} depends on the shape of the whole"
+                    " stack, and each layer is updated in a stack of its own."
+                    f" {_WAY_OUT}"
+                )
 
 
 def _signatures(
     tx: optax.GradientTransformationExtraArgs,
     tree: LayerTree,
-    numbers: dict[Hashable, int],
     gradients: PyTree,
     params: PyTree,
-) -> Signatures:
+) -> dict[int | None, Signature]:
     """Traces an update of an own tree, without paging.
-
-    Shared computations of all traces are numbered in `numbers`.
 
     Raises:
       ValueError: If the update of a leaf depends on another leaf's gradient.
@@ -148,172 +231,46 @@ def _signatures(
                 "layerwise_step passes tx.update no value, nor other arguments."
             )
             raise
-    roles = Roles(tree, params, state)
+    roles = Roles(tree, params)
+    # A new state has the paths of the old one.
+    results = roles.of("update", params) + roles.of("state", state)
     count = range(len(roles.paths))
+    owners = [role.param_index for role in results]
     try:
-        analysis, constants = analyse(
+        analysis, _ = analyse(
             closed,
-            [*count, *[None] * len(roles.param_indices), *count],
-            [*count, *roles.param_indices],
+            [*count, *[None] * (len(results) - len(count)), *count],
+            owners,
             lambda n: f"parameter {keystr(roles.paths[n])}",
-            range(len(closed.out_avals)),
+            range(len(results)),
         )
     except CrossLeafError as error:
         raise CrossLayerError(*error.args) from None
-    # A new state has the paths of the old one.
-    results = [*roles.of_parameters("update"), *roles.of_state]
-    _check_same_layers(analysis, results, [x.shape for x in closed.out_avals])
-    args = enumerate([*results, *roles.of_parameters("parameter")])
-    known: dict[Operand, object] = {n: role for n, (role, _) in args}
-    for index, x in constants.items():
-        known[index] = id(x) if is_traced(x) else contents(x)
-    _add_shared(known, analysis, numbers)
-    described = lambda x: x if isinstance(x, Constant) else known[x]
-    computed: dict[int, object] = {n: described(x) for n, x in analysis.direct}
-    for leaf in analysis.leaf_updates:
-        # A program of concatenated leaves reads all parameters.
-        inputs = None if leaf.between else [described(x) for x in leaf.inputs]
-        program = leaf.program
-        params_of = lambda e: () if e.primitive.name in FILLS else e.params
-        eqns = [(e.primitive, params_of(e), e.inputs, e.outputs) for e in program.eqns]
-        for k, n in enumerate(leaf.outputs):
-            key = tuple(eqns), program.outputs
-            computed[n] = _Computation(program.elementwise, key, inputs, k)
-    cut = [n for n in analysis.tail.outputs if isinstance(n, int)]
-    computed |= dict.fromkeys(cut, "cut from concatenated leaves")
-    signatures: Signatures = {x: {} for x in (None, *range(tree.length))}
-    for n, x in computed.items():
-        name, layer = results[n]
-        signatures[layer][name] = x
+    signatures: dict[int | None, Signature] = {None: {}}
+    signatures |= {i: {} for i in range(tree.length)}
+    flat = Flat(closed, both=True)
+    computed = computations(flat, results + roles.of("parameter", params))
+    for n, (role, (value, read)) in enumerate(zip(results, computed, strict=True)):
+        elementwise = n in analysis.elementwise
+        if n in analysis.tail.outputs:  # whose computation reads all parameters
+            elementwise, value = True, "cut from concatenated leaves"
+        else:
+            _check_alone(role, read, flat.shape(flat.outputs[n]))
+        signatures[role.layer][role.name] = elementwise, value
     return signatures
 
 
-def _add_shared(
-    known: dict[Operand, object], analysis: Analysis, numbers: dict[Hashable, int]
-) -> None:
-    """Describes the shared values by the numbers of their computations."""
-    shared = analysis.shared.program
-    inside = dict(enumerate(known[n] for n in analysis.shared.inputs))
-    inner = lambda x: x if isinstance(x, Constant) else inside[x]
-    for e in shared.eqns:
-        key = e.primitive, e.params, tuple(map(inner, e.inputs))
-        index = numbers.setdefault(key, len(numbers))
-        inside |= {x: (index, k) for k, x in enumerate(e.outputs)}
-    known |= dict(zip(analysis.shared.outputs, map(inner, shared.outputs), strict=True))
-
-
-def _check_same_layers(
-    analysis: Analysis, results: Sequence[_Role], shapes: Sequence[tuple[int, ...]]
-) -> None:
-    """Raises if a result is not computed from one layer's gradients alone."""
-    merged = {n for x in analysis.leaf_updates if x.between for n in x.outputs}
-    for n, ((kind, node, index), layer) in enumerate(results):
-        param_index = analysis.param_indices[n]
-        # The first results are the parameters' updates.
-        other = param_index is not None and results[param_index][1] != layer
-        if n in merged or other:
-            raise CrossLayerError(
-                f"the new {kind}{node} is computed from parameters of several layers"
-            )
-        if index is None and param_index is not None and shapes[n]:
-            raise ValueError(
-                f"state{node} is updated with a parameter, and nothing in its path says"
-                " so, so that no layer's part of it is known: keep moments in trees of"
-                " the parameters' structure."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class SameUpdates:
-    """Kinds of layers with the same update.
-
-    Attributes:
-      update: Traces the update of gradients and parameters of the own tree.
-      full: The signatures of an update of the whole own tree.
-      kinds: For each layer, the number of its kind.
-      pruned: True if a layer has the same update in a tree without the other layers.
-        `optax.MaskedNode`s then replace them, which take no time to trace.
-    """
-
-    update: Callable[[PyTree, PyTree], Signatures]
-    full: Signatures
-    kinds: tuple[int, ...]
-    pruned: bool
-
-    @classmethod
-    def create(
-        cls,
-        tx: optax.GradientTransformationExtraArgs,
-        tree: LayerTree,
-        layered: LayeredState,
-    ) -> "SameUpdates":
-        """Traces the update of the whole own tree, then of one layer of each kind."""
-        update = functools.partial(_signatures, tx, tree, {})
-        trees = lambda *layers: [
-            tree_shapes(tree, x, *layers) for x in (layered.gradients, layered.params)
-        ]
-        full = update(*trees())
-        if not tree.length:  # the stacks are the own tree
-            return cls(update, full, (0,) * layered.length, False)
-        kinds: list[int] = []
-        for i in range(tree.length):
-            same = (kinds[k] for k in range(i) if full[k] == full[i])
-            kinds.append(next(same, max(kinds, default=-1) + 1))
-        firsts = [None, *map(kinds.index, range(max(kinds) + 1))]
-        agrees = lambda k, one: one[k] == full[k] and one[None] == full[None]
-        try:
-            pruned = all(agrees(k, update(*trees((k,)))) for k in firsts)
-        except Exception:  # `tx` captures a tree of all layers
-            pruned = False
-        return cls(update, full, tuple(kinds), pruned)
-
-    def check_complete(
-        self, tree: LayerTree, layered: LayeredState, numbers: Collection[int]
-    ) -> None:
-        """Raises if a part of a parameter's rows cannot be updated alone.
-
-        A part of each parameter in `numbers` is updated with each layer.
-
-        Raises:
-          ValueError: If a parameter's update is not element by element, or if it
-            depends on the parameter's shape.
-        """
-        members, _ = tree.stacked
-        paths, _ = leaf_paths(tree_shapes(tree, layered.params))
-        outside = {m: n for n, m in enumerate(members) if isinstance(m, int)}
-        names = [keystr(paths[m]) for m, n in outside.items() if n in numbers]
-        rest = self.full[None]
-        for name, x in rest.items():
-            elementwise = not isinstance(x, _Computation) or x.elementwise
-            if name[2] in names and not elementwise:
-                raise ValueError(
-                    f"the update of parameter {name[2]} is not element by element (a"
-                    " norm, a factored moment, a matrix product, noise), so that one"
-                    " layer's part of the stack cannot be updated without the others:"
-                    " with layerwise_step use a transformation such as paged_adamw,"
-                    " paged_lion or paged_sgd, or split a loss whose layers are a list."
-                )
-        cut = lambda n, x: (
-            jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
-            if n in numbers
-            else x
+def _check_alone(role: Role, read: Sequence[Role], shape: tuple[int, ...]) -> None:
+    """Raises if a result is not computed from its own parameter's leaves alone."""
+    if not {x.param_index for x in read} - {None, role.param_index}:
+        return
+    kind, node, index = role.name
+    if index is None and shape:
+        raise ValueError(
+            f"state{node} is updated with a parameter, and nothing in its path says"
+            " so, so that no layer's part of it is known: keep moments in trees of"
+            " the parameters' structure."
         )
-        layers = (None,) if self.pruned else None
-        trees = [
-            tree_shapes(tree, [cut(n, x) for n, x in enumerate(leaves)], layers)
-            for leaves in (layered.gradients, layered.params)
-        ]
-        try:
-            parts = self.update(*trees)[None]
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                "each layer is updated in a stack of its own, and tx.update refuses a"
-                f" stack of one layer: {error} {_WAY_OUT}"
-            ) from error
-        for name, x in rest.items():
-            if parts.get(name) != x:
-                raise ValueError(
-                    f"the update of parameter {name[2]} depends on the shape of the"
-                    " whole stack, and each layer is updated in a stack of its own."
-                    f" {_WAY_OUT}"
-                )
+    raise CrossLayerError(
+        f"the new {kind}{node} is computed from parameters of several layers"
+    )

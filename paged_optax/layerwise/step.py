@@ -354,7 +354,7 @@ class LayerwiseStep:
         workspace.check(partition.layers, partition.rest)
         fresh = new_state_types(self._tx, params, tree)
         check_same_state(fresh, params, state, tree)
-        guard = Guard.create(self._tx, state)
+        guard = Guard(self._tx, state)
         tests_finite = guard.wrapper is not None
         dtype = widest(partition.rest, workspace.gradients)
         clipping = Clipping(self._max_norm, self._clip, dtype, tests_finite)
@@ -369,7 +369,7 @@ class LayerwiseStep:
         )
         gradients = workspace.gradients
         layered = LayeredState(
-            params, partition, guard.state, gradients, (shards, moments)
+            params, partition, guard.inside(state), gradients, (shards, moments)
         )
         tree_state = None if fresh is None else guard.inside(fresh)
         update = TreeUpdate.create(guard.tx, tree, layered, tree_state)

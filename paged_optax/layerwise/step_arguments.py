@@ -31,7 +31,6 @@ from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import LayerTree, is_stored, stacked_shape
 from paged_optax.layerwise.parameters import Partition, by_name
-from paged_optax.layerwise.same_updates import tree_shapes
 from paged_optax.layerwise.slices import is_sliced
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.transform.context import (
@@ -202,7 +201,7 @@ def new_state_types(
     """
     shapes = jax.tree.map(shape_dtype, params)
     if tree is not None:
-        shapes = tree_shapes(tree, jax.tree.leaves(shapes))
+        shapes = tree.shapes(jax.tree.leaves(shapes))
     try:
         with within(visitor=TYPES):
             return jax.eval_shape(lambda p: tx.init(p), shapes)

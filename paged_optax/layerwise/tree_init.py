@@ -1,8 +1,8 @@
 """Initializes the state of a transformation for stacked parameters."""
 
-import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat, trace
-from paged_optax.analysis.program import Constant
 from paged_optax.backend.flax_variables import as_pure
-from paged_optax.backend.memory import DEVICE, HOST, memory_kinds, on_host
-from paged_optax.backend.types import ArrayOrShape, PyTreeDef, is_traced
+from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import ArrayOrShape, is_traced
 from paged_optax.layerwise.layer_tree import (
     LayerNumbers,
     LayerTree,
@@ -27,12 +27,16 @@ from paged_optax.layerwise.layer_tree import (
     tree_leaves,
     with_stack,
 )
-from paged_optax.layerwise.same_updates import CrossLayerError, Roles, contents
+from paged_optax.layerwise.same_updates import (
+    CrossLayerError,
+    Roles,
+    computations,
+)
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
-from paged_optax.layerwise.weights import host_like
+from paged_optax.layerwise.weights import host_like, on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
-from paged_optax.transform.context import within
+from paged_optax.transform.context import known_shardings, within
 from paged_optax.transform.trees import leaf_paths
 
 
@@ -45,184 +49,107 @@ def init_stacked(
       ValueError: If `params` has no stacks, or if `tx.init` combines layers.
     """
     leaves: list[Array] = tree.stacked_leaves(params)
-    layers = _LayerInit(tx, tree, leaves)
-    shapes = tree.structure.unflatten(layers.each_leaf(_shape))
-    paths, _ = leaf_paths(as_pure(shapes))
     members, _ = tree.stacked
-    stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
+    pairs = zip(leaves, members, strict=True)
+    shapes = [_shape(x, isinstance(m, LayerNumbers)) for x, m in pairs]
+    shapes = tree_leaves(members, shapes, lambda x, i: x)
+    own = tree.structure.unflatten(shapes)
+    paths, _ = leaf_paths(as_pure(own))
+    stacks = [(n, m) for n, m in enumerate(members) if isinstance(m, LayerNumbers)]
     # The moments of a stack are all on the device, or all on the host.
-    together = tuple((paths[index], n) for n, x in stacks for index in x)
+    together = tuple((paths[index], n) for n, m in stacks for index in m)
     with within(stacks=together):
-        entries = abstract_state(tx, shapes)
-    types = tree.stack(entries, stacked_shape)
-    numbers = tree.get_members(
-        jax.tree.structure(as_pure(entries), is_leaf=is_quantized)
-    )
-    layers = layers.with_sizes_if_needed(numbers)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        return types
-    return _filled(layers, numbers, types)
+        entries = abstract_state(tx, own)
+        types = tree.stack(entries, stacked_shape)
+        same = _same_layers(tx, tree, own)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return types
+        numbers = tree.get_members(
+            jax.tree.structure(as_pure(entries), is_leaf=is_quantized)
+        )
 
+        def new_leaves(
+            place: int | None, leaves: Sequence[Array], i: LayerIndex
+        ) -> dict[int, PyTree]:
+            """Initializes layer i in place of layer `place`; None: the other leaves.
 
-def _filled(
-    layers: "_LayerInit", numbers: Sequence[Members], types: PyTree
-) -> optax.OptState:
-    """Computes the leaves outside the layers, then those of each layer."""
-    new = layers.state(None, [m for m in numbers if isinstance(m, int)])
-    like, structure = jax.tree.flatten(types, is_leaf=is_stored)
-    # Alone, a vector that is paged with the layers' vectors would stay on the device.
-    state = [
-        host_like(new[m], like[n]) if isinstance(m, int) else None
-        for n, m in enumerate(numbers)
-    ]
-    write = jax.jit(write_slice, donate_argnums=0)
-    for i in range(layers.tree.length):
-        at = {n: m[i] for n, m in enumerate(numbers) if not isinstance(m, int)}
-        at = {n: index for n, index in at.items() if index >= 0}
-        new = layers.state(i, [*at.values()])
-        put = lambda stack, x, i=i: write(stack, jax.device_put(x, DEVICE)[None], i)
-        for n, index in at.items():
-            if state[n] is None:
-                state[n] = jax.tree.map(_zeros, stack_of(like[n]), new[index])
-            state[n] = jax.tree.map(put, state[n], new[index])
-        jax.block_until_ready(state)
-    pairs = zip(like, state, strict=True)
+            Masks and labels read the whole tree. XLA removes its other leaves.
+            """
+            given = {k: leaves[n] for n, k in _in_layer(members, place).items()}
+            read = on_device if place is None else lambda x: read_slice(x, i)[0]
+            full = [
+                read(given[k]) if k in given else jnp.zeros(x.shape, x.dtype)
+                for k, x in enumerate(shapes)
+            ]
+            with known_shardings(full, [x.sharding for x in shapes]):
+                state = tx.init(tree.structure.unflatten(full))
+            new = jax.tree.leaves(as_pure(state), is_leaf=is_quantized)
+            return {n: new[k] for n, k in _in_layer(numbers, place).items()}
+
+        like, structure = jax.tree.flatten(types, is_leaf=is_stored)
+        # On a mesh of explicit axes a result without arguments would have no devices.
+        run = jax.jit(new_leaves, static_argnums=0, keep_unused=True)
+        write = jax.jit(write_slice, donate_argnums=0)
+        # Alone, a vector that is paged with the layers' would stay on the device.
+        state = {n: host_like(x, like[n]) for n, x in run(None, leaves, 0).items()}
+        zeros = functools.partial(_zeros, is_traced(leaves))
+        for i, place in enumerate(same):
+            put = lambda stack, x, i=i: write(stack, on_device(x)[None], i)
+            for n, x in run(place, leaves, i).items():
+                if n not in state:
+                    state[n] = jax.tree.map(zeros, stack_of(like[n]))
+                state[n] = jax.tree.map(put, state[n], x)
+            jax.block_until_ready(state)
+    pairs = ((x, state[n]) for n, x in enumerate(like))
     return structure.unflatten(with_stack(*pair) for pair in pairs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _LayerInit:
-    """Initializes the state of one layer, or of the parameters outside the layers.
+def _in_layer(members: Sequence[Members], layer: int | None) -> dict[int, int]:
+    """The own leaves of a layer, or of none, by the numbers of their stacked leaves."""
+    if layer is None:
+        return {n: m for n, m in enumerate(members) if isinstance(m, int)}
+    stacks = ((n, m) for n, m in enumerate(members) if isinstance(m, LayerNumbers))
+    return {n: m[layer] for n, m in stacks if m[layer] >= 0}
 
-    Masks and labels read the whole tree. Arrays of size zero stand for the other
-    leaves, whose moments then take no memory.
 
-    Attributes:
-      sizes: True if the other leaves have their sizes, because the state depends on
-        them. XLA removes the moments that are not returned.
+def _same_layers(
+    tx: optax.GradientTransformation, tree: LayerTree, params: PyTree
+) -> list[int]:
+    """For each layer the first one whose moments are initialized equally.
+
+    Raises:
+      ValueError: If `tx.init` combines layers.
     """
-
-    tx: optax.GradientTransformation
-    tree: LayerTree
-    params: Sequence[Array]
-    sizes: bool = False
-
-    def each_leaf(self, item: Callable[[Array, int | None], PyTree]) -> list[PyTree]:
-        """The own tree's leaves: `item(x, i)` of layer i of a stack; None: the rest."""
-        members, _ = self.tree.stacked
-        leaves = [
-            item(x, None) if isinstance(m, int) else x
-            for m, x in zip(members, self.params, strict=True)
-        ]
-        return tree_leaves(members, leaves, item)
-
-    def state(self, layer: int | None, numbers: Sequence[int]) -> dict[int, PyTree]:
-        """Returns leaves of the own state, by their numbers, for one layer."""
-        there = lambda x, i: x if i is None else _read(x, i)
-        leaves = self.each_leaf(
-            lambda x, i: there(x, i) if i == layer else _shape(x, i)
-        )
-        arrays = [x for x in leaves if not isinstance(x, jax.ShapeDtypeStruct)]
-
-        def init(arrays: Sequence[Array]) -> dict[int, PyTree]:
-            array = iter(arrays)
-            zeros = lambda x: jnp.zeros(x.shape if self.sizes else _blank(x), x.dtype)
-            full = [
-                zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else next(array)
-                for x in leaves
-            ]
-            state = as_pure(self.tx.init(self.tree.structure.unflatten(full)))
-            new = jax.tree.leaves(state, is_leaf=is_quantized)
-            return {n: new[n] for n in numbers}
-
-        return jax.jit(init)(arrays) if self.sizes else init(arrays)
-
-    def with_sizes_if_needed(self, numbers: Sequence[Members]) -> "_LayerInit":
-        """The same with `sizes`, if a layer's state is another one without them.
-
-        Raises:
-          ValueError: If `tx.init` combines layers.
-        """
-        structure, full = self._described(lambda i: True)
-        stacks = [m for m in numbers if not isinstance(m, int)]
-        # One layer with each set of moments.
-        firsts = {tuple(m[i] < 0 for m in stacks): i for i in range(self.tree.length)}
-        for layer in (None, *firsts.values()):
-            same, one = self._described(lambda i, layer=layer: i == layer)
-            if same != structure or one[layer] != full[layer]:
-                return dataclasses.replace(self, sizes=True)
-        return self
-
-    def _described(
-        self, has_size: Callable[[int | None], bool]
-    ) -> tuple[PyTreeDef, Mapping[int | None, list[Hashable]]]:
-        """A new state's structure; shapes and constants of its leaves, by layer."""
-        entry = lambda x, i: (
-            x if has_size(i) else jax.ShapeDtypeStruct(_blank(x), x.dtype)
-        )
-        params = self.tree.structure.unflatten(
-            self.each_leaf(lambda x, i: entry(_shape(x, i), i))
-        )
-        with within(plain=True):
-            closed, state = trace(lambda params: self.tx.init(params), params)
-        flat, roles = Flat(closed), Roles(self.tree, params, state)
-        of_params = roles.of_parameters("parameter")
-        read = {n: frozenset([layer]) for n, (_, layer) in enumerate(of_params)}
-        for eqn in flat.eqns:
-            layers = frozenset().union(*(read.get(x, ()) for x in eqn.numbers))
-            read |= dict.fromkeys(eqn.outputs, layers)
-        described = defaultdict[int | None, list[Hashable]](list)
-        pairs = zip(flat.outputs, closed.out_avals, roles.of_state, strict=True)
-        for x, aval, (name, layer) in pairs:
-            value: Hashable = x if isinstance(x, Constant) else None
-            if not isinstance(x, Constant):
-                if read.get(x, frozenset()) - {layer}:
-                    raise CrossLayerError(
-                        f"`init` computes state{name[1]} from parameters of several"
-                        " layers"
-                    )
-                if x in flat.constants and not is_traced(flat.constants[x]):
-                    value = contents(flat.constants[x])
-            described[layer].append((name, aval.shape, aval.dtype, value))
-        return jax.tree.structure(state), described
+    with within(plain=True):
+        closed, state = trace(lambda params: tx.init(params), params)
+    flat, roles = Flat(closed), Roles(tree, params)
+    (paths, _), of_state = leaf_paths(state), roles.of("state", state)
+    results = computations(flat, roles.of("parameter", params))
+    layers = defaultdict[int | None, list[object]](list)
+    for path, role, (result, read) in zip(paths, of_state, results, strict=True):
+        if {x.layer for x in read} - {role.layer}:
+            raise CrossLayerError(
+                f"`init` computes state{keystr(path)} from parameters of several layers"
+            )
+        layers[role.layer].append((role.name, result))
+    every = [layers[i] for i in range(tree.length)]
+    return [every.index(x) for x in every]
 
 
-def _shape(x: ArrayOrShape, layer: int | None) -> jax.ShapeDtypeStruct:
-    """The shape of one layer of a stack, or of another leaf if `layer` is None."""
-    sharding, first = getattr(x, "sharding", None), 0 if layer is None else 1
-    if first and isinstance(sharding, NamedSharding):
+def _shape(x: ArrayOrShape, stacked: bool) -> jax.ShapeDtypeStruct:
+    """The shape of a parameter, or of one layer of a stack."""
+    sharding, first = getattr(x, "sharding", None), int(stacked)
+    if stacked and isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
     return jax.ShapeDtypeStruct(x.shape[first:], x.dtype, sharding=sharding)
 
 
-def _blank(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    return (0, *x.shape[1:]) if x.shape else ()
-
-
-def _read(x: Array, layer: int) -> Array:
-    """Reads one layer of a stack to the device."""
-    sharding = x.sharding
-    if not is_traced(x) and isinstance(sharding, NamedSharding):
-        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
-        sharding = sharding.with_memory_kind(memory_kinds()[0])
-    else:
-        sharding = None
-    # JAX compiles one function once for all layers.
-    return jax.jit(_layer_of, out_shardings=sharding)(x, layer)
-
-
-def _layer_of(x: Array, i: LayerIndex) -> Array:
-    return read_slice(x, i)[0]
-
-
-def _zeros(like: jax.ShapeDtypeStruct, layer: Array) -> Array:
-    """A stack of zeros with the placement of `like`."""
-    if is_traced(layer):
-        zeros = jnp.zeros(like.shape, like.dtype)
-        return jax.device_put(zeros, HOST) if on_host(like) else zeros
-    if on_host(like):
+def _zeros(traced: bool, like: jax.ShapeDtypeStruct) -> Array:
+    """Zeros with the placement of `like`."""
+    if on_host(like) and not traced:
         # NumPy's zeros take no memory before they are read.
         return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
-    if isinstance(layer.sharding, NamedSharding):
-        return jnp.zeros(like.shape, like.dtype, device=like.sharding)
-    return jnp.zeros(like.shape, like.dtype)
+    divided = isinstance(like.sharding, NamedSharding) and not traced
+    device = like.sharding if divided else None
+    zeros = jnp.zeros(like.shape, like.dtype, device=device)
+    return jax.device_put(zeros, HOST) if on_host(like) else zeros

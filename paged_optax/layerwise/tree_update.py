@@ -31,10 +31,7 @@ from paged_optax.layerwise.same_updates import SameUpdates
 from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.layerwise.weights import on_device
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import (
-    known_shardings,
-    within,
-)
+from paged_optax.transform.context import known_shardings, within
 
 #: Leaves by their numbers in the stacked tree. Zeros stand for absent leaves.
 Leaves = Mapping[int, Stored]
@@ -83,7 +80,8 @@ class TreeUpdate:
         """
         tx = optax.with_extra_args_support(tx)
         if tree is None:
-            tree = LayerTree.of_stacks(layered.partition.structure)
+            structure = layered.partition.structure
+            tree = LayerTree(structure, list(range(structure.num_leaves)))
             structure, members = layered.state_structure, range(len(layered.state))
         else:
             structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
@@ -91,24 +89,20 @@ class TreeUpdate:
         same = SameUpdates.create(tx, tree, layered)
         if not tree.length:
             sliced = [n for n, flag in enumerate(layered.sliced) if flag]
-            same.check_complete(tree, layered, sliced)
+            same.check_complete(layered, sliced)
             layered.check_same_stacks()
         return cls(tx, tree, layered, structure, members, same)
 
     @functools.cached_property
     def by_kind(self) -> list[list[int]]:
         """The layers of each kind."""
-        return [
-            [i for i, kind in enumerate(self.same.kinds) if kind == k]
-            for k in range(max(self.same.kinds) + 1)
-        ]
+        layers: dict[int, list[int]] = {}
+        for i, kind in enumerate(self.same.kinds):
+            layers.setdefault(kind, []).append(i)
+        return list(layers.values())
 
     def layer(
-        self,
-        i: LayerIndex,
-        updates: Leaves,
-        state: Leaves,
-        params: Leaves,
+        self, i: LayerIndex, updates: Leaves, state: Leaves, params: Leaves
     ) -> Updated:
         """Updates layer i.
 
@@ -130,18 +124,13 @@ class TreeUpdate:
     ) -> Updated:
         """Updates parameters outside the layers, and whole stacks of small leaves."""
         members, _ = self.tree.stacked
-        subset = lambda leaves, members, stacks: {
-            n: x
-            for n, x in leaves.items()
-            if isinstance(members[n], LayerNumbers) == stacks
-        }
+        trees = (updates, members), (state, self.state_members), (params, members)
         remaining, small = (
-            (
-                subset(updates, members, stacks),
-                subset(state, self.state_members, stacks),
-                subset(params, members, stacks),
-            )
-            for stacks in (False, True)
+            [
+                {n: x for n, x in leaves.items() if isinstance(items[n], kind)}
+                for leaves, items in trees
+            ]
+            for kind in (int, LayerNumbers)
         )
         new_params, new_state = self._updated(None, None, *remaining, add=add)
         if not small[2]:
@@ -188,17 +177,12 @@ class TreeUpdate:
     ) -> Updated:
         """Updates layer i in place of layer `place`, or the rest if that is None."""
         members, _ = self.tree.stacked
-        zeros = functools.cache(jnp.zeros)
-        fill = functools.partial(_placed, place, zeros, self.same.pruned)
         layered, structure = self.layered, self.tree.structure
+        fill = functools.partial(self._filled, place, functools.cache(jnp.zeros))
         tree_params = fill(members, params, layered.params)
-        args = (
-            structure.unflatten(fill(members, updates, layered.params)),
-            self.state_structure.unflatten(
-                fill(self.state_members, state, layered.state)
-            ),
-            structure.unflatten(tree_params),
-        )
+        gradients = structure.unflatten(fill(members, updates, layered.params))
+        moments = fill(self.state_members, state, layered.state)
+        moments = self.state_structure.unflatten(moments)
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         # A slice is divided as its stack is, which its type does not have.
         places: list[NamedSharding | None] = [None] * len(tree_params)
@@ -208,7 +192,9 @@ class TreeUpdate:
                 spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])
                 places[in_place(m)] = NamedSharding(shards.mesh, spec)
         with within(layer=i), known_shardings(tree_params, places):
-            changes, new_state = self.tx.update(*args)
+            changes, new_state = self.tx.update(
+                gradients, moments, structure.unflatten(tree_params)
+            )
         tree_changes = structure.flatten_up_to(changes)
         if self.same.pruned:
             new_leaves = self.state_structure.flatten_up_to(new_state)
@@ -232,27 +218,27 @@ class TreeUpdate:
             {k: new_moment(self.state_members[k], x) for k, x in state.items()},
         )
 
+    def _filled(
+        self,
+        place: int | None,
+        zeros: Callable[[tuple[int, ...], np.dtype], Array],
+        members: Sequence[Members],
+        leaves: Leaves,
+        like: Sequence[Stored],
+    ) -> list[PyTree]:
+        """The own tree's leaves, one layer's in the place of layer `place`."""
 
-def _placed(
-    place: int | None,
-    zeros: Callable[[tuple[int, ...], np.dtype], Array],
-    pruned: bool,
-    members: Sequence[Members],
-    leaves: Leaves,
-    like: Sequence[Stored],
-) -> list[PyTree]:
-    """The own tree's leaves, one layer's in the place of layer `place`."""
+        def entry(n: int, member: Members) -> PyTree:
+            stacked = isinstance(member, LayerNumbers)
+            empty: PyTree = optax.MaskedNode()
+            if not (stacked and self.same.pruned):
+                shape = lambda x: x.shape[1:] if stacked else x.shape
+                empty = jax.tree.map(lambda x: zeros(shape(x), x.dtype), like[n])
+            if not stacked:
+                return leaves.get(n, empty)
+            if n in leaves and place is not None and member[place] >= 0:
+                return jax.tree.map(lambda x: x[0], leaves[n]), empty
+            return empty, empty
 
-    def entry(member: Members, x: Stored | None, old: Stored) -> PyTree:
-        if isinstance(member, int):
-            empty = jax.tree.map(lambda x: zeros(x.shape, x.dtype), old)
-            return empty if x is None else x
-        empty: PyTree = optax.MaskedNode()
-        if not pruned:
-            empty = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), old)
-        there = x is not None and place is not None and member[place] >= 0
-        return jax.tree.map(lambda x: x[0], x) if there else empty, empty
-
-    pairs = enumerate(zip(members, like, strict=True))
-    entries = [entry(member, leaves.get(n), old) for n, (member, old) in pairs]
-    return tree_leaves(members, entries, lambda pair, i: pair[i != place])
+        entries = [entry(n, member) for n, member in enumerate(members)]
+        return tree_leaves(members, entries, lambda pair, i: pair[i != place])

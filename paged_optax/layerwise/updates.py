@@ -16,7 +16,7 @@ from paged_optax.layerwise.clipping import (
     WorkspaceSink,
     gradient_dtypes,
 )
-from paged_optax.layerwise.forward import ModelFunctions, PrologueGradients, Rest
+from paged_optax.layerwise.forward import ModelFunctions, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
 from paged_optax.layerwise.overlap import BackwardOverlap
@@ -41,27 +41,22 @@ class Guard:
     tests them instead, and Optax's own code counts the errors.
 
     Attributes:
-      tx: The transformation without the wrapper.
-      outer: The wrapper's state, or None.
-      wrapper: The wrapper, or None.
+      wrapped: The transformation, with the wrapper or without.
+      outer: Its state.
     """
 
-    tx: optax.GradientTransformation
-    state: PyTree
-    outer: PyTree = None
-    wrapper: IfFinite | None = None
+    wrapped: optax.GradientTransformation
+    outer: PyTree
 
-    @classmethod
-    def create(cls, tx: optax.GradientTransformation, state: PyTree) -> "Guard":
-        """Removes the wrapper from a transformation and its state.
+    @property
+    def wrapper(self) -> IfFinite | None:
+        """The wrapper, or None."""
+        return wrapper_of(self.wrapped)
 
-        Raises:
-          ValueError: If the state is not the wrapper's.
-        """
-        wrapper = wrapper_of(tx)
-        if wrapper is None:
-            return cls(tx, state)
-        return cls(wrapper.inner, wrapper.inside(state), state, wrapper)
+    @property
+    def tx(self) -> optax.GradientTransformation:
+        """The transformation without the wrapper."""
+        return self.wrapped if self.wrapper is None else self.wrapper.inner
 
     def inside(self, state: PyTree) -> PyTree:
         """The inner state of a state of the wrapper."""
@@ -174,10 +169,19 @@ def update_at_once(
     sink = WorkspaceSink(clipping, norm, chunked, weights.length)
     small = layered.small_gradients()
     start = WorkspaceCarry(clipping.zero, layered.moments, workspace, small)
+
+    def visit(
+        carry: WorkspaceCarry, i: LayerIndex, slices: list[Array], gradients: PyTree
+    ) -> tuple[WorkspaceCarry, list[Array]]:
+        carry = sink.store(carry, i, gradients)
+        by = sink.read(carry, i)
+        moments, new = optimizer.update_layer(carry.moments, slices, by, i)
+        return carry._replace(moments=moments), new
+
     if step.overlaps:
         carry, stacks, cts = BackwardOverlap(optimizer, backward, sink).run(start)
     else:
-        carry, stacks, cts = _backward_in_turn(optimizer, backward, sink, start)
+        carry, stacks, cts = backward.run(visit, start)
     limit = norm
     if limit is None:
         by_rest = backward.rest_gradients(cts)
@@ -190,28 +194,6 @@ def update_at_once(
     output = LayerwiseOutput(mean_of(loss), metrics, measure.norm)
     new = step.update_rest(stacks, carry.moments, carry.small, by_rest, measure)
     return *new, carry.workspace, output
-
-
-def _backward_in_turn(
-    optimizer: LayerOptimizer,
-    backward: BackwardPass,
-    sink: WorkspaceSink,
-    start: WorkspaceCarry,
-) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
-    """Computes each layer's gradients, and updates the layer by them."""
-
-    def visit(
-        carry: WorkspaceCarry,
-        i: LayerIndex,
-        slices: list[Array],
-        gradients: PyTree[Array],
-    ) -> tuple[WorkspaceCarry, list[Array]]:
-        carry = sink.store(carry, i, gradients)
-        by = sink.read(carry, i)
-        moments, new = optimizer.update_layer(carry.moments, slices, by, i)
-        return carry._replace(moments=moments), new
-
-    return backward.run(visit, start)
 
 
 def _measured_first(
