@@ -35,11 +35,6 @@ class StreamedLeaf:
     moments: list[MomentFormat]  # of the arrays that are coded or in host memory
     shards: Shards | None
 
-    @property
-    def on_host(self) -> bool:
-        """True if any of the arrays is in host memory."""
-        return any(x.on_host for x in self.moments)
-
 
 #: The results of leaves' programs, by the leaves' numbers.
 _ByLeaf = dict[int, Sequence[Value]]

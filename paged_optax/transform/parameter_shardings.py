@@ -50,19 +50,6 @@ def axes_of(mesh: Mesh | AbstractMesh | None) -> Axes:
     return () if mesh is None else tuple(mesh.shape.items())
 
 
-@dataclasses.dataclass(frozen=True)
-class MomentShards:
-    """Division of a parameter's moments, as `init` sees it."""
-
-    shards: Shards | None
-    apart: bool = False  # it is Flax's metadata, and not the parameter's own division
-
-    @property
-    def axes(self) -> Axes:
-        """The axes of the mesh."""
-        return axes_of(self.shards and self.shards.mesh)
-
-
 def check_even(params: PyTree) -> None:
     """Raises if the sharding of a parameter does not divide it evenly."""
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -96,7 +83,9 @@ class ParameterShardings:
         flat = jax.tree_util.tree_flatten_with_path(shardings, is_leaf=is_leaf)[0]
         self.argument = {tuple(path): x for path, x in flat if x is not None}
         # On each mesh, the most recent last.
-        self._seen: dict[PathAndShape, dict[Axes, MomentShards]] = {}
+        self._seen: dict[PathAndShape, dict[Axes, Shards | None]] = {}
+        # Parameters whose moments Flax's metadata divides apart from them.
+        self._apart: set[PathAndShape] = set()
         self._warned: set[Axes] = set()
 
     def see(
@@ -114,33 +103,33 @@ class ParameterShardings:
         on a mesh of the same axes.
         """
         key, visitor = (keystr(path), x.shape), current().visitor
-        before = self._recall(key, _find_mesh([x]))
+        before = self._recall(key, _find_mesh([x])) if key in self._apart else None
+        apart = True
         if metadata is not None and metadata.mesh.size > 1:
-            new = MomentShards(Shards.create(metadata, x.shape), True)
-            if new.shards is None:
+            shards = Shards.create(metadata, x.shape)
+            if shards is None:
                 raise _uneven("optimizer_sharding", metadata, path, x.shape)
-        elif before and before.apart:
-            new = before  # `update` passes parameters without their variables
+        elif before:
+            shards = before  # `update` passes parameters without their variables
         else:
-            sharding = getattr(x, "sharding", None)
+            sharding, apart = getattr(x, "sharding", None), False
             if is_traced(x):
                 sharding = current().shardings.get(id(x))
                 if visitor and visitor.mesh is not None:
                     spec = jax.typeof(x).sharding.spec
                     sharding = NamedSharding(visitor.mesh, spec)
-            new = MomentShards(Shards.create(sharding, x.shape))
-            known = new.shards is not None or key in self._seen
+            shards = Shards.create(sharding, x.shape)
+            known = shards is not None or key in self._seen
             if self.argument or sharding is None or (is_traced(x) and not known):
                 return None
-        by_mesh = self._seen.get(key, {})
-        before, shards = by_mesh.get(new.axes), new.shards
-        if visitor is None and before and before.shards and shards:
+        kept, axes = shards, axes_of(shards and shards.mesh)
+        before = self._seen.get(key, {}).get(axes)
+        if visitor is None and before and shards and shards.axes != before.axes:
             # Explicit types have the shardings in nearly every update.
-            compared = new.apart or not (_typed(shards) or _typed(before.shards))
-            if compared and shards.axes != before.shards.axes:
+            if apart or not (_typed(shards) or _typed(before)):
                 now, then = (
                     f"{x.spec} over the mesh {dict(x.mesh.shape)}"
-                    for x in (shards, before.shards)
+                    for x in (shards, before)
                 )
                 raise ValueError(
                     f"parameter {key[0]} of shape {x.shape} is divided by {now}, and"
@@ -149,29 +138,29 @@ class ParameterShardings:
                     " transformation for each, or say which it is, by paged(...,"
                     " shardings=...)."
                 )
-        if new.apart and shards and visitor:
+        if apart and shards and visitor:
             mesh = shards.mesh if visitor.mesh is None else visitor.mesh
-            shards = dataclasses.replace(shards, mesh=mesh)
+            kept = dataclasses.replace(shards, mesh=mesh)
             remember = remember and isinstance(mesh, Mesh)  # not a fictitious mesh
         if remember:
-            self._remember(key, MomentShards(shards, new.apart))
-        if new.shards is None or not new.apart:
+            self._remember(key, kept, apart)
+        if shards is None or not apart:
             return None
         explicit = jax.typeof(x).sharding
         # On explicit axes a traced parameter's type has the mesh.
         on_axes = is_traced(x) and is_explicit(explicit)
-        mesh = explicit.mesh if on_axes else new.shards.mesh
-        return NamedSharding(mesh, new.shards.spec)
+        return NamedSharding(explicit.mesh if on_axes else shards.mesh, shards.spec)
 
-    def _remember(self, key: PathAndShape, new: MomentShards) -> None:
-        by_mesh, shards, axes = self._seen.setdefault(key, {}), new.shards, new.axes
-        before = by_mesh.pop(axes, MomentShards(None)).shards
+    def _remember(self, key: PathAndShape, shards: Shards | None, apart: bool) -> None:
+        by_mesh, axes = self._seen.setdefault(key, {}), axes_of(shards and shards.mesh)
+        before = by_mesh.pop(axes, None)
         if before and shards and before.axes == shards.axes:
             # A mesh with devices has more information than an abstract one.
             shards = shards if isinstance(shards.mesh, Mesh) else before
-        by_mesh[axes] = MomentShards(shards, new.apart)
+        by_mesh[axes] = shards
+        (self._apart.add if apart else self._apart.discard)(key)
         _divided.discard((key, axes))
-        if shards and not new.apart and max(shards.divisions, default=1) > 1:
+        if shards and not apart and max(shards.divisions, default=1) > 1:
             _divided.add((key, axes))
 
     def find(
@@ -182,9 +171,10 @@ class ParameterShardings:
         Metadata that divides moments apart counts only if `moments` is true.
         """
         shape = arrays[0].shape
-        seen = self._recall((keystr(path), shape), _find_mesh(arrays))
-        if moments and seen and seen.apart and seen.shards:
-            return seen.shards
+        key = keystr(path), shape
+        seen, apart = self._recall(key, _find_mesh(arrays)), key in self._apart
+        if moments and apart and seen:
+            return seen
         for x in arrays:
             sharding = sharding_in_type(x)
             types = axis_types(sharding)
@@ -200,14 +190,13 @@ class ParameterShardings:
         if concrete:
             return next(filter(None, map(Shards.of_array, concrete)), None)
         args = [Shards.create(current().shardings.get(id(x)), shape) for x in arrays]
-        known = seen.shards if seen and seen.apart <= moments else None
-        if known and _typed(known):
-            known = None
-        return next(filter(None, (*args, known)), None)
+        if seen and (apart or _typed(seen)):
+            seen = None
+        return next(filter(None, (*args, seen)), None)
 
     def _recall(
         self, key: PathAndShape, mesh: Mesh | AbstractMesh | None
-    ) -> MomentShards | None:
+    ) -> Shards | None:
         """Returns the division seen on a mesh, or on one of its axes in other sizes.
 
         Without a mesh it is the most recent one.
@@ -217,18 +206,15 @@ class ParameterShardings:
         if AxisType.Manual in around.axis_types:
             return None  # the arrays are parts
         if mesh is None:
-            last = next(reversed(by_mesh.values()), None)
-            known = last and (not last.shards or isinstance(last.shards.mesh, Mesh))
-            return last if known or (last and last.axes == axes_of(around)) else None
-        if (seen := by_mesh.get(axes_of(mesh))) is not None:
-            if seen.shards is None or {*mesh.axis_types} != {AxisType.Auto}:
-                return seen
-            shards = dataclasses.replace(seen.shards, mesh=mesh)
-            return dataclasses.replace(seen, shards=shards)
+            axes, last = next(reversed(by_mesh.items()), ((), None))
+            known = last and (isinstance(last.mesh, Mesh) or axes == axes_of(around))
+            return last if known else None
+        if seen := by_mesh.get(axes_of(mesh)):
+            automatic = {*mesh.axis_types} == {AxisType.Auto}
+            return dataclasses.replace(seen, mesh=mesh) if automatic else seen
         for seen in reversed(by_mesh.values()):
-            if seen.shards and {*seen.shards.mesh.axis_names} == {*mesh.axis_names}:
-                shards = Shards.create(NamedSharding(mesh, seen.shards.spec), key[1])
-                return dataclasses.replace(seen, shards=shards)
+            if seen and {*seen.mesh.axis_names} == {*mesh.axis_names}:
+                return Shards.create(NamedSharding(mesh, seen.spec), key[1])
         return None
 
     def _of_argument(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
@@ -263,9 +249,7 @@ class ParameterShardings:
             return
         axes, by_mesh = axes_of(mesh), self._seen.get(key, {})
         elsewhere = [
-            x.shards.mesh
-            for x in by_mesh.values()
-            if x.shards and max(x.shards.divisions, default=1) > 1
+            x.mesh for x in by_mesh.values() if x and max(x.divisions, default=1) > 1
         ]
         unknown = (
             f"in this jax.jit says how {key[0]} of shape {x.shape} is divided over the"

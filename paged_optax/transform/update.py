@@ -190,14 +190,15 @@ def stream_update(
     for leaf, members in groups:
         one, *_ = members.values()
         gate = streams.moves[leaf.param_index]
+        hosted = any(x.on_host for x in one.moments)
         leaves = [
-            check_not_differentiated(x.arrays) if one.on_host else tuple(x.arrays)
+            check_not_differentiated(x.arrays) if hosted else tuple(x.arrays)
             for x in members.values()
         ]
         random_bits = streams.random_bits(leaf)
         geometry = paged.geometry(leaf, one.moments, one.shards, len(members))
         unknown = one.shards is None and one.program.program.elementwise
-        if unknown and leaf.param_index is not None and one.on_host:
+        if unknown and leaf.param_index is not None and hosted:
             paths, _ = leaf_paths(jax.tree.unflatten(layout.parameters, range(first)))
             paged.known.warn_of_unknown(paths[leaf.param_index], args[leaf.param_index])
         scope = jax.named_scope(UNSHARDED) if unknown else contextlib.nullcontext()
@@ -229,13 +230,13 @@ def _as_results(
     overwritten page by page, and has one type from the first page to the last. None:
     they vary already.
     """
-    new = list(buffers)
+    axes = dict[int, frozenset[str]]()
     for leaf in analysis.leaf_updates:
         index = leaf.param_index
         owned = gates if index is None else gates[index : index + 1]
         for p, aval in zip(leaf.outputs, leaf.avals, strict=False):
-            axes = varying_axes(aval, owned, reset)
-            if any(axes - varying_axes(x) for x in jax.tree.leaves(buffers[p])):
-                new[p] = varying(buffers[p], axes)
-    changed = any(x is not y for x, y in zip(new, buffers, strict=True))
-    return new if changed else None
+            axes[p] = varying_axes(aval, owned, reset)
+    arrays = lambda p: jax.tree.leaves(buffers[p])
+    if not any(axes[p] - varying_axes(x) for p in axes for x in arrays(p)):
+        return None
+    return [varying(x, axes.get(p, frozenset())) for p, x in enumerate(buffers)]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 from helpers import reference
-from helpers.meshes import divided
+from helpers.meshes import divided, mesh_of
 
 PAGED: Any = {"page_size": 1024, "min_paged_size": 300}
 #: One that stays on the device, one of at most 1024 values that does not, and another.
@@ -20,10 +20,6 @@ SHAPES = {"b": (64,), "m": (16, 64), "v": (64, 96)}
 SPECS = {"b": P("x"), "m": P("x"), "v": P(None, "x")}
 WHOLE = dict.fromkeys(SPECS, P())
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-
-
-def mesh_of(axis_type):
-    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
 
 def train(tx, params, gradients, *, jit=True, jit_init=False):

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers.meshes import mesh_of
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 PAGES: Any = {"page_size": 4096, "min_paged_size": 0}
@@ -30,10 +31,6 @@ class Layer(nnx.Module):
 
     def __call__(self, x):
         return x @ self.kernel[...] + self.bias[...]
-
-
-def mesh_of(axis_type):
-    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
 
 def arrays_of(state):
