@@ -4,7 +4,7 @@
 - `updates`: the step that updates each layer at once; `host_updates`: after the norm of
   all gradients, or in the next step; `overlap`: while another layer is computed, in
   `segments`.
-- `sweep`: the backward pass over the layers. `clipping` measures, clips and stores its
+- `sweep`: the passes over the layers. `clipping` measures, clips and stores their
   gradients.
 - `layer_optimizer`: applies the transformation to one layer. `tree_update` runs it on
   the loss's own tree (`layer_tree`), `same_updates` finds layers of one kind,

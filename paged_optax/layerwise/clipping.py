@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.slices import LayerIndex, read_slice
 from paged_optax.layerwise.workspace import GradientWorkspace
@@ -120,12 +121,7 @@ def scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
 
 
 class WorkspaceCarry(NamedTuple):
-    """Loop carry of a backward pass that updates each layer.
-
-    Attributes:
-      moments: The layers' moments, stacked.
-      small: The gradients of the small leaves, of all layers.
-    """
+    """Loop carry of a backward pass; `small` has all layers' small gradients."""
 
     measure: GradientStats
     moments: list[Stored]
@@ -135,18 +131,35 @@ class WorkspaceCarry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceSink:
-    """Holds one layer's clipped gradients in the workspace.
+    """Updates each layer by its clipped gradients in the workspace.
 
-    Attributes:
-      clipping: How gradients are clipped.
-      norm: The norm to clip by; None clips a layer by its own norm.
-      chunked: The gradients of the parameters that are updated in chunks.
+    A `norm` of None clips each layer by its own. `chunked` has the gradients of the
+    parameters that are updated in chunks.
     """
 
+    optimizer: LayerOptimizer
     clipping: Clipping
     norm: Float[Array, ""] | None
     chunked: Sequence[Array]
-    length: int
+
+    def start(self, workspace: GradientWorkspace) -> WorkspaceCarry:
+        """The carry before the last layer."""
+        layered = self.optimizer.layered
+        small, zero = layered.small_gradients(), self.clipping.zero
+        return WorkspaceCarry(zero, layered.moments, workspace, small)
+
+    def visit(
+        self,
+        carry: WorkspaceCarry,
+        i: LayerIndex,
+        slices: list[Array],
+        gradients: PyTree[Array],
+    ) -> tuple[WorkspaceCarry, list[Array]]:
+        """Stores layer i's gradients, and updates the layer by them."""
+        carry = self.store(carry, i, gradients)
+        by = self.read(carry, i)
+        moments, new = self.optimizer.update_layer(carry.moments, slices, by, i)
+        return carry._replace(moments=moments), new
 
     def store(
         self, carry: WorkspaceCarry, i: LayerIndex, gradients: PyTree[Array]
@@ -162,7 +175,8 @@ class WorkspaceSink:
 
     def read(self, carry: WorkspaceCarry, i: LayerIndex) -> list[Array]:
         """Reads layer i's gradients, and chunk i of the chunked ones."""
-        chunks = [read_slice(x, i, self.length) for x in self.chunked]
+        length = self.optimizer.layered.length
+        chunks = [read_slice(x, i, length) for x in self.chunked]
         return _slices(carry.workspace) + chunks
 
 
@@ -174,10 +188,7 @@ def _slices(workspace: GradientWorkspace) -> list[Array]:
 class HostGradients:
     """The gradients of all layers in host memory, clipped when they are read.
 
-    Attributes:
-      stacks: The gradients, stacked.
-      dtypes: The dtypes to update by; parameters outside the layers have none.
-      clipping: How gradients are clipped.
+    `dtypes` has the dtypes to update by. Parameters outside the layers have none.
     """
 
     stacks: Sequence[Array]

@@ -1,8 +1,8 @@
-"""The model's three functions: their forward pass, and their gradients."""
+"""The model's three functions, and the epilogue's gradients."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,114 +10,18 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
+from paged_optax.layerwise.clipping import sum_dtype
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.residuals import Learned, Saved
-from paged_optax.layerwise.slices import (
-    LayerIndex,
-    over_layers,
-    write_slice,
-    written_back,
-)
-from paged_optax.layerwise.weights import (
-    Dependency,
-    Prefetched,
-    Weights,
-    fetch_after,
-    on_device,
-)
+from paged_optax.layerwise.slices import LayerIndex
+from paged_optax.layerwise.weights import Dependency, fetch_after, host_like, on_device
 
 #: The parameters without the layers', by name.
 Rest = Mapping[Hashable, PyTree]
 
 #: Replaces a tree's chosen leaves.
 Merge = Callable[[Sequence[Array]], PyTree]
-
-
-#: `run(i, slices, x)` returns layer i's output, its kept outputs, and its residuals.
-RunLayer = Callable[
-    [LayerIndex, list[Array], PyTree], tuple[PyTree, PyTree, list[Array]]
-]
-
-
-class Activations(NamedTuple):
-    """Activations of a forward pass over the layers.
-
-    Attributes:
-      x: The next layer's input; finally the last layer's output.
-      inputs: The inputs of all layers, stacked, for the backward pass.
-      kept: The layers' kept outputs for the epilogue, stacked.
-      residuals: The layers' residuals, stacked; empty if they are computed again.
-    """
-
-    x: PyTree[Array]
-    inputs: PyTree[Array]
-    kept: PyTree[Array]
-    residuals: list[Array]
-
-    def after(self, i: LayerIndex, slices: list[Array], run: RunLayer) -> "Activations":
-        """Runs layer i."""
-        store = lambda to, x: write_slice(to, x[None], i)
-        inputs = jax.tree.map(store, self.inputs, self.x)
-        x, *new = run(i, slices, self.x)
-        return Activations(
-            x, inputs, *jax.tree.map(store, [self.kept, self.residuals], new)
-        )
-
-
-# The activations, the stacks, and the prefetched slices of the next layer.
-_ForwardCarry = tuple[Activations, list[Array], Prefetched]
-
-
-#: The results of a forward pass: the activations, the context, and the stacks.
-Forward = tuple[Activations, PyTree, list[Array]]
-
-
-class ForwardStart(NamedTuple):
-    """The prologue's results, and what the last traced layer saves."""
-
-    activations: Activations
-    context: PyTree
-    run: RunLayer
-    saved: list[Saved]
-
-    def results(self, activations: Activations, stacks: list[Array]) -> Forward:
-        """Returns the results of a forward pass that ran all layers."""
-        x, residuals = activations.inputs, activations.residuals
-        for saved in self.saved:
-            x = dataclasses.replace(saved, x=x, residuals=residuals)
-        return activations._replace(inputs=x), self.context, stacks
-
-
-class EpilogueGradients(NamedTuple):
-    """The loss of one micro-batch, its metrics, and its gradients.
-
-    Attributes:
-      by_rest: The gradients of the parameters outside the layers.
-      by_output: The gradients by the last layer's floating-point output.
-      by_kept: The gradients by the floating-point kept outputs.
-    """
-
-    loss: Float[Array, ""] | WeightedLoss
-    metrics: PyTree
-    by_rest: Rest
-    by_output: list[Array]
-    by_kept: list[Array]
-
-
-class PrologueGradients(NamedTuple):
-    """The gradients by the learned leaves of the prologue's output.
-
-    Attributes:
-      x: The gradients by the first layer's input. During the backward pass they are
-        the gradients by a later layer's input.
-      context: The gradients by the context.
-    """
-
-    x: list[Array]
-    context: list[Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +31,7 @@ class ModelFunctions:
     Attributes:
       activations_on_host: If true, the layers' inputs are in host memory.
       frozen: The frozen parameters. If None, the functions do not take any.
-      saves: The leaves whose gradients the forward pass saves residuals for; None saves
-        the layers' inputs alone.
+      saves: If true, the forward pass saves each layer's residuals beside its input.
     """
 
     prologue: Callable[..., PyTree]
@@ -136,7 +39,7 @@ class ModelFunctions:
     epilogue: Callable[..., PyTree]
     activations_on_host: bool
     frozen: Partition | None = None
-    saves: Learned | None = None
+    saves: bool = False
 
     def _all(self, rest: Rest) -> tuple[Rest, ...]:
         """The prologue's and epilogue's parameters, on the device."""
@@ -178,138 +81,107 @@ class ModelFunctions:
         """Returns the loss, or the loss and metrics."""
         return self.epilogue(*self._all(rest), x, kept, batch)
 
-    def start(
-        self,
-        weights: Weights,
-        rest: Rest,
-        batch: PyTree,
-        item: Callable[..., PyTree],
-    ) -> ForwardStart:
-        """Runs the prologue; `item` calls a function for each micro-batch."""
-        rest = jax.tree.map(on_device, rest)  # once for all micro-batches
-        x, context = item(lambda b: self.run_prologue(rest, b), batch)
-        saved = list[Saved]()
 
-        def layer(
-            i: LayerIndex, slices: list[Array], x: PyTree, context: PyTree
-        ) -> tuple[PyTree, PyTree, list[Array]]:
-            if self.saves is None:
-                return *self.run_layer(*weights.of(slices), x, context, i), []
-            both, index = weights.of(slices), jnp.asarray(i)
-            pull, results = self.linearized(*both, x, context, self.saves, index)
-            saved[:] = [Saved.of(pull, x, (*both, x, context, index))]
-            return *results, saved[0].residuals
+class EpilogueGradients(NamedTuple):
+    """A loss, its metrics, and its gradients by floating-point leaves.
 
-        run = lambda i, slices, x: item(lambda x, c: layer(i, slices, x, c), x, context)
-        output, kept, residuals = jax.eval_shape(
-            lambda stacks, x: run(jnp.int32(0), weights.slices(stacks, 0), x),
-            weights.stacks,
-            x,
+    They are gradients by the parameters outside the layers, by the last layer's output,
+    and by the kept outputs.
+    """
+
+    loss: Float[Array, ""] | WeightedLoss
+    metrics: PyTree
+    by_rest: Rest
+    by_output: list[Array]
+    by_kept: list[Array]
+
+
+def pull_epilogue(
+    model: ModelFunctions,
+    rest: Rest,
+    dtype: DTypeLike,
+    x: PyTree[Array],
+    kept: PyTree[Array],
+    batch: PyTree,
+    before: Float[Array, ""] | None = None,
+    last: Bool[Array, ""] | bool = True,
+) -> EpilogueGradients:
+    """Computes the loss of one micro-batch, its metrics, and its gradients.
+
+    The loss's weight has dtype `dtype`. The gradients are divided by the weight of
+    this and the preceding micro-batches, `before`, or by nothing if that is None.
+    """
+    inputs, merge_x = select_inexact(x)
+    floats, merge_kept = select_inexact(kept)
+
+    def loss(
+        rest: Rest, inputs: list[Array], floats: list[Array]
+    ) -> tuple[ArrayLike, tuple[WeightedLoss | None, PyTree]]:
+        output = model.run_epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
+        value, metrics = loss_and_metrics(output)
+        if not isinstance(value, WeightedLoss):
+            return value, (None, metrics)
+        total, weight = map(jnp.asarray, value)
+        weight = lax.stop_gradient(weight).astype(dtype)  # it is data
+        value = total if before is None else over(total, before + weight, last)
+        return value, (WeightedLoss(total, weight), metrics)
+
+    (value, (weighted, metrics)), grads = jax.value_and_grad(
+        loss, argnums=(0, 1, 2), has_aux=True
+    )(rest, inputs, floats)
+    return EpilogueGradients(weighted or value, metrics, *grads)
+
+
+def pull_epilogues(
+    pull: Callable[..., EpilogueGradients],
+    rest: Rest,
+    x: PyTree[Array],
+    kept: PyTree[Array],
+    batch: PyTree,
+) -> EpilogueGradients:
+    """The losses of all micro-batches, and the gradients of their mean."""
+    count = len(jax.tree.leaves(batch)[0])
+
+    def epilogue(
+        total: Rest, args: tuple[PyTree, PyTree, PyTree]
+    ) -> tuple[Rest, EpilogueGradients]:
+        one = pull(*args)
+        divisor = 1 if isinstance(one.loss, WeightedLoss) else count
+        mean = lambda tree: jax.tree.map(lambda g: g / divisor, tree)
+        total = jax.tree.map(
+            lambda s, g: s + g.astype(s.dtype) / divisor, total, one.by_rest
         )
-        check_same_input(x, output)
-        # Empty: each layer writes its slice before anything reads it.
-        empty = lambda x: lax.empty((weights.length, *x.shape), x.dtype)
-        inputs = jax.tree.map(empty, x)
-        if self.activations_on_host:
-            inputs = jax.device_put(inputs, HOST)
-        kept, residuals = jax.tree.map(empty, (kept, residuals))
-        activations = Activations(x, inputs, kept, residuals)
-        return ForwardStart(activations, context, run, saved)
+        by = mean(one.by_output), mean(one.by_kept)
+        return total, EpilogueGradients(one.loss, one.metrics, {}, *by)
 
-    def forward(self, weights: Weights, start: ForwardStart) -> Forward:
-        """Runs the layers."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), rest)
+    swapped = lambda tree: jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
+    total, every = lax.scan(epilogue, zeros, (x, swapped(kept), batch))
+    every = every._replace(by_rest=total, by_kept=swapped(every.by_kept))
+    if not isinstance(every.loss, WeightedLoss):
+        return every
+    weight = jnp.sum(every.loss.weight)
+    mean = lambda tree: jax.tree.map(lambda g: over(g, weight).astype(g.dtype), tree)
+    return EpilogueGradients(*every[:2], *map(mean, every[2:]))
 
-        def body(
-            i: LayerIndex, next_item: LayerIndex | None, carry: _ForwardCarry
-        ) -> _ForwardCarry:
-            activations, stacks, prefetched = carry
-            slices = weights.slices(stacks, i, prefetched, vectors)
-            count = len(stacks)
-            stacks, slices[:count] = written_back(stacks, slices[:count], i)
-            prefetched = weights.prefetch(stacks, next_item)
-            activations = activations.after(i, slices, start.run)
-            return activations, stacks, prefetched
 
-        vectors = weights.vectors(weights.stacks)
-        prefetched = weights.prefetch(weights.stacks, 0)
-        activations, stacks, _ = over_layers(
-            weights.length,
-            body,
-            (start.activations, weights.stacks, prefetched),
-            prefetches=weights.prefetches,
-        )
-        return start.results(activations, stacks)
+def give_up_rest(
+    epilogue: EpilogueGradients, stacks: list[Array], rest: Rest, reads: PyTree[bool]
+) -> tuple[EpilogueGradients, list[Array]]:
+    """Moves the epilogue's gradients to the host, where their parameters are.
 
-    def pull_epilogue(
-        self,
-        rest: Rest,
-        x: PyTree[Array],
-        kept: PyTree[Array],
-        batch: PyTree,
-        dtype: DTypeLike,
-        before: Float[Array, ""] | None = None,
-        last: Bool[Array, ""] | bool = True,
-    ) -> EpilogueGradients:
-        """Computes the loss of one micro-batch, its metrics, and its gradients.
-
-        The loss's weight has dtype `dtype`. The gradients are divided by the weight of
-        this and the preceding micro-batches, `before`, or by nothing if that is None.
-        """
-        inputs, merge_x = _inexact(x)
-        floats, merge_kept = _inexact(kept)
-
-        def loss(
-            rest: Rest, inputs: list[Array], floats: list[Array]
-        ) -> tuple[ArrayLike, tuple[WeightedLoss | None, PyTree]]:
-            output = self.run_epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
-            value, metrics = loss_and_metrics(output)
-            if not isinstance(value, WeightedLoss):
-                return value, (None, metrics)
-            total, weight = map(jnp.asarray, value)
-            weight = lax.stop_gradient(weight).astype(dtype)  # it is data
-            value = total if before is None else over(total, before + weight, last)
-            return value, (WeightedLoss(total, weight), metrics)
-
-        (value, (weighted, metrics)), grads = jax.value_and_grad(
-            loss, argnums=(0, 1, 2), has_aux=True
-        )(rest, inputs, floats)
-        value = value if weighted is None else weighted
-        return EpilogueGradients(value, metrics, *grads)
-
-    def linearized(
-        self,
-        weights: PyTree[Array],
-        frozen: PyTree[Array],
-        x: PyTree[Array],
-        context: PyTree,
-        learned: Learned,
-        i: LayerIndex,
-    ) -> tuple[Callable[..., Any], tuple[PyTree[Array], PyTree[Array]]]:
-        """Returns a layer's backward pass, and its outputs."""
-        inputs, merge_x = select(x, learned.x)
-        seen, merge_context = select(context, learned.context)
-
-        def run(
-            weights: PyTree[Array], inputs: list[Array], seen: list[Array]
-        ) -> tuple[tuple[list[Array], list[Array]], tuple[PyTree, PyTree]]:
-            args = weights, frozen, merge_x(inputs), merge_context(seen)
-            x, new = self.run_layer(*args, i)
-            return (select(x, learned.x)[0], _inexact(new)[0]), (x, new)
-
-        _, pull, outputs = jax.vjp(run, weights, inputs, seen, has_aux=True)
-        return pull, outputs
-
-    def pull_prologue(
-        self, rest: Rest, batch: PyTree, learned: Learned, grads: PrologueGradients
-    ) -> Rest:
-        """The prologue's gradients by `rest`."""
-
-        def run(rest: Rest) -> PrologueGradients:
-            x, context = self.run_prologue(rest, batch)
-            subset = select(x, learned.x)[0], select(context, learned.context)[0]
-            return PrologueGradients(*subset)
-
-        return jax.vjp(run, rest)[1](grads)[0]
+    The barrier puts the backward pass after the epilogue, so that the fetched
+    parameters are freed first. `reads` has the parameters that the epilogue reads; the
+    gradients by the others are zeros, and are computed where they are added.
+    """
+    reading = jax.tree.leaves(reads)
+    known, merge = select(epilogue.by_rest, reading)
+    known = host_like(known, select(rest, reading)[0])
+    known, by_output, by_kept, stacks = lax.optimization_barrier(
+        (known, epilogue.by_output, epilogue.by_kept, stacks)
+    )
+    by = merge(known), by_output, by_kept
+    return EpilogueGradients(*epilogue[:2], *by), stacks
 
 
 def is_inexact(x: object) -> bool:
@@ -318,7 +190,7 @@ def is_inexact(x: object) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _inexact(tree: PyTree) -> tuple[list[Array], Merge]:
+def select_inexact(tree: PyTree) -> tuple[list[Array], Merge]:
     """Selects the floating-point leaves of a tree."""
     return select(tree, [is_inexact(x) for x in jax.tree.leaves(tree)])
 

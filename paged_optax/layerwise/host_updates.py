@@ -5,7 +5,6 @@ forward pass, layer by layer: Yue, Yin and Qian, `GreedySnake
 <https://arxiv.org/abs/2512.17570>`_, 2025.
 """
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,33 +34,34 @@ from paged_optax.layerwise.loss import (
     over,
     weight_divisor,
 )
-from paged_optax.layerwise.overlap import ForwardOverlap
-from paged_optax.layerwise.parameters import Partition
+from paged_optax.layerwise.overlap import Overlap
 from paged_optax.layerwise.slices import (
     LayerIndex,
     over_layers,
     read_slice,
     write_slice,
 )
-from paged_optax.layerwise.sweep import BackwardPass, for_one
+from paged_optax.layerwise.sweep import Activations, BackwardPass, ForwardPass
 from paged_optax.layerwise.updates import StepResult, TracedStep
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace, Pending
 
-#: Loop carry of a backward pass: the statistics so far, the gradients of all layers,
-#: and the workspace without them.
+# The statistics so far, the gradients of all layers, and the workspace without them.
 _HostCarry = tuple[GradientStats, list[Array], GradientWorkspace]
 
-#: The layers' parameters, the state's stacks, and the small leaves' gradients.
+# The layers' parameters, the state's stacks, and the small leaves' gradients.
 _UpdateCarry = tuple[list[Array], list[Stored], list[Array | None]]
 
+# The loss of a micro-batch, its metrics, and the statistics of the layers' gradients.
+_Metrics = tuple[Array | WeightedLoss, PyTree, GradientStats]
 
-class _BatchCarry(NamedTuple):
+
+class _Sums(NamedTuple):
     """Loop carry over micro-batches.
 
     Attributes:
-      host: The gradients of all layers, in host memory.
-      workspace: The workspace without `host`.
+      workspace: The workspace without `host`: XLA would copy a buffer that a loop
+        carries twice.
       by_rest: The gradients of the other parameters; None before the only micro-batch.
       weight: The total weight so far; zero if losses have no weight.
     """
@@ -72,65 +72,98 @@ class _BatchCarry(NamedTuple):
     by_rest: Rest | None
     weight: Float[Array, ""]
 
-    @classmethod
-    def first(
-        cls,
+
+@dataclasses.dataclass(frozen=True)
+class HostSink:
+    """Adds one micro-batch's gradients, layer by layer, to those of all layers.
+
+    The `only` micro-batch overwrites. `scale` is the factor of earlier sums.
+    """
+
+    clipping: Clipping
+    index: Int[Array, ""]
+    only: bool
+    divisor: int
+    scale: Float[Array, ""] | None
+
+    def add(self, earlier: Array, g: Array) -> Array:
+        """Adds a gradient to an earlier sum, in float32 or wider."""
+        if self.scale is None and earlier.dtype == g.dtype:
+            return earlier + g
+        wide = sum_dtype(np.promote_types(earlier.dtype, g.dtype))
+        before = earlier.astype(wide)
+        before = before if self.scale is None else scaled(before, self.scale)
+        return (g.astype(wide) + before).astype(earlier.dtype)
+
+    def visit(
+        self,
+        carry: _HostCarry,
+        i: LayerIndex,
+        slices: list[Array],
+        gradients: PyTree[Array],
+    ) -> tuple[_HostCarry, list[Array]]:
+        """Measures the sums too, and leaves a layer's gradients in the workspace."""
+        measure, stacks, workspace = carry
+        workspace = workspace.zero_accumulators().write(gradients)
+
+        def summed(stack: Array, g: Array) -> Array:
+            if self.only:
+                return (g[None] / self.divisor).astype(stack.dtype)
+            old = read_slice(stack, i)
+            # At the first micro-batch it still is the sum of the previous step.
+            old = jnp.where(self.index == 0, jnp.zeros_like(old), old)
+            return self.add(old, g[None] / self.divisor)
+
+        new = list(map(summed, stacks, jax.tree.leaves(workspace.gradients)))
+        stacks = [write_slice(old, g, i) for old, g in zip(stacks, new, strict=True)]
+        return (measure + self.clipping.measure(new), stacks, workspace), slices
+
+    def visit_on_device(
+        self,
         stacks: list[Array],
-        workspace: GradientWorkspace,
-        by_rest: Rest | None,
-        weight: Float[Array, ""],
-    ) -> "_BatchCarry":
-        """The carry before the first micro-batch."""
-        host = jax.tree.leaves(workspace.host)
-        # XLA would copy a buffer that a loop carries twice.
-        bare = dataclasses.replace(workspace, host=None, pending=None)
-        return cls(stacks, host, bare, by_rest, weight)
-
-    def stored_in(self, workspace: GradientWorkspace) -> GradientWorkspace:
-        """The workspace with the gradients of all micro-batches."""
-        host = jax.tree.unflatten(jax.tree.structure(workspace.host), self.host)
-        return dataclasses.replace(
-            workspace, gradients=self.workspace.gradients, host=host
-        )
-
-
-class _BatchMetrics(NamedTuple):
-    """Metrics of a micro-batch, or stacked metrics of all."""
-
-    loss: Float[Array, "..."] | WeightedLoss
-    metrics: PyTree
-    layers: GradientStats
+        i: LayerIndex,
+        slices: list[Array],
+        gradients: PyTree[Array],
+    ) -> tuple[list[Array], list[Array]]:
+        """Adds to stacks in device memory, which begin with zeros."""
+        # Nothing else reads a gradient, and the sum has its shape: XLA:GPU then adds in
+        # the kernel of the product. A layer of Llama-3-8B takes 0.2 ms less for each
+        # micro-batch (H200, by `tests/helpers/step_model.py`).
+        new = [
+            self.add(read_slice(old, i)[0], g / self.divisor)
+            for old, g in zip(stacks, jax.tree.leaves(gradients), strict=True)
+        ]
+        pairs = zip(stacks, new, strict=True)
+        return [write_slice(old, g[None], i) for old, g in pairs], slices
 
 
 def update_after_norm(
     step: TracedStep, workspace: GradientWorkspace, batch: PyTree
 ) -> StepResult:
     """Updates all layers once the norm of the gradients is known."""
-    clipping, weights = step.clipping, step.weights()
-    rest = step.partition.rest
-    totals, metrics = _gradients_on_host(step, weights, rest, workspace, batch)
-    by_rest, rest_measure = totals.by_rest, clipping.measure(totals.by_rest)
-    measure = metrics.layers + rest_measure
+    clipping, weights, rest = step.clipping, step.weights(), step.partition.rest
+    stacks, workspace, by_rest, (loss, metrics, measure) = _gradients_on_host(
+        step, weights, rest, workspace, batch
+    )
+    rest_measure = clipping.measure(by_rest)
+    measure += rest_measure
     # No gradient is fetched for an update before the norm of all is known.
-    norm, weights.stacks, host = lax.optimization_barrier(
-        (measure.norm, totals.stacks, totals.host)
+    norm, stacks, host = lax.optimization_barrier(
+        (measure.norm, stacks, jax.tree.leaves(workspace.host))
     )
     optimizer = step.optimizer.only_if(step.guard.passes(measure))
     gradients = HostGradients(host, gradient_dtypes(workspace), clipping, norm)
-    small = optimizer.layered.small_gradients()
-    updated = _update_layers(optimizer, weights, gradients, small)
-    limit = rest_measure.norm if clipping.by_layer else norm
-    by_rest = clipping.clipped(by_rest, limit)
-    workspace = totals.stored_in(workspace)
-    output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
+    weights = dataclasses.replace(weights, stacks=stacks)
+    updated = _update_layers(optimizer, weights, gradients)
+    by_rest = clipping.clipped(
+        by_rest, rest_measure.norm if clipping.by_layer else norm
+    )
+    output = LayerwiseOutput(mean_of(loss), metrics, norm)
     return *step.update_rest(*updated, by_rest, measure), workspace, output
 
 
 def _update_layers(
-    optimizer: LayerOptimizer,
-    weights: Weights,
-    gradients: HostGradients,
-    small: list[Array | None],
+    optimizer: LayerOptimizer, weights: Weights, gradients: HostGradients
 ) -> _UpdateCarry:
     """Updates all layers by gradients in host memory."""
 
@@ -146,7 +179,8 @@ def _update_layers(
         stacks = weights.write(stacks, slices, new, i)
         return stacks, moments, small
 
-    start = weights.stacks, optimizer.layered.moments, small
+    layered = optimizer.layered
+    start = weights.stacks, layered.moments, layered.small_gradients()
     return over_layers(weights.length, body, start)
 
 
@@ -156,133 +190,82 @@ def _gradients_on_host(
     rest: Rest,
     workspace: GradientWorkspace,
     batch: PyTree,
-) -> tuple[_BatchCarry, _BatchMetrics]:
-    """Writes the gradients of one micro-batch after the other to host memory."""
-    zero, dtypes = step.clipping.zero.square, gradient_dtypes(workspace)
+    ran: tuple[ForwardPass, Activations, list[Array]] | None = None,
+) -> tuple[list[Array], GradientWorkspace, Rest, _Metrics]:
+    """Writes the gradients of one micro-batch after the other to host memory.
+
+    `ran` is the only micro-batch's forward pass, if it has run.
+
+    Returns:
+      The stacks, the workspace, the gradients of the other parameters, and metrics.
+    """
+    clipping, dtypes = step.clipping, gradient_dtypes(workspace)
     count = len(jax.tree.leaves(batch)[0]) if step.accumulate else 1
+    on_device = workspace.on_device and step.accumulate
 
     def one_batch(
-        totals: _BatchCarry, numbered: tuple[Int[Array, ""], PyTree]
-    ) -> tuple[_BatchCarry, _BatchMetrics]:
+        sums: _Sums, numbered: tuple[Int[Array, ""], PyTree]
+    ) -> tuple[_Sums, _Metrics]:
         index, batch = numbered
-        one = copy.copy(weights)
-        one.stacks = totals.stacks
-        backward = BackwardPass.after_forward(
-            *(step.model, one, rest, batch, dtypes, totals.weight),
-            last=index == count - 1,
-        )
-        return _send_to_host(step, backward, count, totals, index)
+        last, forward = True, ran
+        if forward is None:
+            last, one = (
+                index == count - 1,
+                dataclasses.replace(weights, stacks=sums.stacks),
+            )
+            passed = ForwardPass.after_prologue(step.model, one, rest, batch)
+            forward = passed, *passed.run()
+        backward = BackwardPass.after_epilogue(*forward, dtypes, sums.weight, last)
+        loss, weight = backward.epilogue.loss, sums.weight
+        divisor, scale = count, None
+        if isinstance(loss, WeightedLoss):
+            divisor, weight = 1, weight + loss.weight
+            scale = over(weight_divisor(sums.weight), weight, index == count - 1)
+        sink = HostSink(clipping, index, count == 1, divisor, scale)
+        measure, host, workspace = clipping.zero, sums.host, sums.workspace
+        if on_device and count > 1:
+            host, stacks, cts = backward.run(sink.visit_on_device, host)
+        else:
+            start = measure, host, workspace
+            (measure, host, workspace), stacks, cts = backward.run(sink.visit, start)
+        total = jax.tree.map(lambda x: x / divisor, backward.rest_gradients(cts))
+        if sums.by_rest is not None:
+            earlier = sums.by_rest if scale is None else scaled(sums.by_rest, scale)
+            total = jax.tree.map(jnp.add, earlier, total)
+        sums = _Sums(stacks, host, workspace, total, weight)
+        return sums, (loss, backward.epilogue.metrics, measure)
 
-    if not step.accumulate:
-        start = _BatchCarry.first(weights.stacks, workspace, None, zero)
-        return one_batch(start, (jnp.int32(0), batch))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
-    if workspace.on_device:
-        host = jax.tree.map(jnp.zeros_like, workspace.host)
-        workspace = dataclasses.replace(workspace, host=host)
-    totals, metrics = lax.scan(
-        one_batch,
-        _BatchCarry.first(weights.stacks, workspace, zeros, zero),
-        (jnp.arange(count), batch),
-    )
-    if workspace.on_device:
-        totals, measure = _measured(step.clipping, totals)
+    host, by_rest = jax.tree.leaves(workspace.host), None
+    if step.accumulate:
+        by_rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
+    if on_device:
+        host = list(map(jnp.zeros_like, host))
+    bare = dataclasses.replace(workspace, host=None, pending=None)
+    start = _Sums(weights.stacks, host, bare, by_rest, clipping.zero.square)
+    if step.accumulate:
+        batches = jnp.arange(count), batch
+        sums, (loss, metrics, measure) = lax.scan(one_batch, start, batches)
     else:
-        measure = jax.tree.map(lambda x: x[-1], metrics.layers)
-    return totals, metrics._replace(layers=measure)
+        sums, (loss, metrics, measure) = one_batch(start, (jnp.int32(0), batch))
+    new = sums.workspace
+    if on_device:
+        new, measure = _measured(clipping, new, sums.host)
+    elif step.accumulate:
+        measure = jax.tree.map(lambda x: x[-1], measure)
+    host = jax.tree.unflatten(jax.tree.structure(workspace.host), sums.host)
+    workspace = dataclasses.replace(workspace, gradients=new.gradients, host=host)
+    return sums.stacks, workspace, sums.by_rest or {}, (loss, metrics, measure)
 
 
 def _measured(
-    clipping: Clipping, totals: _BatchCarry
-) -> tuple[_BatchCarry, GradientStats]:
+    clipping: Clipping, workspace: GradientWorkspace, stacks: Sequence[Array]
+) -> tuple[GradientWorkspace, GradientStats]:
     """Measures sums in device memory, and writes the first layer's to the workspace."""
-    slices = lambda i: [read_slice(x, i) for x in totals.host]
+    slices = lambda i: [read_slice(x, i) for x in stacks]
     add = lambda i, _, measure: measure + clipping.measure(slices(i))
-    length = totals.host[0].shape[0]
-    measure = over_layers(length, add, clipping.zero, backward=True)
-    gradients = jax.tree.structure(totals.workspace.gradients)
-    first = gradients.unflatten([x[0] for x in totals.host])
-    workspace = totals.workspace.zero_accumulators().write(first)
-    return totals._replace(workspace=workspace), measure
-
-
-def _send_to_host(
-    step: TracedStep,
-    backward: BackwardPass,
-    count: int,
-    totals: _BatchCarry,
-    index: Int[Array, ""],
-) -> tuple[_BatchCarry, _BatchMetrics]:
-    """Adds one micro-batch's gradients, layer by layer, to those of all layers.
-
-    In device memory the sums of several micro-batches are not measured.
-    """
-    clipping, loss = step.clipping, backward.epilogue.loss
-    _, host, workspace, by_rest, weight = totals
-    divisor, scale = count, None
-    if isinstance(loss, WeightedLoss):
-        divisor, before, weight = 1, weight, weight + loss.weight
-        scale = over(weight_divisor(before), weight, index == count - 1)
-
-    def added(old: Array, g: Array) -> Array:
-        if scale is None and old.dtype == g.dtype:
-            return old + g
-        wide = sum_dtype(np.promote_types(old.dtype, g.dtype))
-        before = old.astype(wide)
-        before = before if scale is None else scaled(before, scale)
-        return (g.astype(wide) + before).astype(old.dtype)
-
-    def earlier(stack: Array, i: LayerIndex) -> Array:
-        old = read_slice(stack, i)
-        # At the first micro-batch it still is the sum of the previous step.
-        return jnp.where(index == 0, jnp.zeros_like(old), old)
-
-    def visit(
-        carry: _HostCarry,
-        i: LayerIndex,
-        slices: list[Array],
-        gradients: PyTree[Array],
-    ) -> tuple[_HostCarry, list[Array]]:
-        measure, stacks, workspace = carry
-        workspace = workspace.zero_accumulators().write(gradients)
-        # A single micro-batch overwrites, and fetches no earlier sum.
-        new = [
-            (g[None] / divisor).astype(old.dtype)
-            if count == 1
-            else added(earlier(old, i), g[None] / divisor)
-            for old, g in zip(stacks, jax.tree.leaves(workspace.gradients), strict=True)
-        ]
-        stacks = [write_slice(old, g, i) for old, g in zip(stacks, new, strict=True)]
-        return (measure + clipping.measure(new), stacks, workspace), slices
-
-    def visit_on_device(
-        stacks: list[Array],
-        i: LayerIndex,
-        slices: list[Array],
-        gradients: PyTree[Array],
-    ) -> tuple[list[Array], list[Array]]:
-        # Nothing else reads a gradient, and the sum has its shape: XLA:GPU then adds in
-        # the kernel of the product. A layer of Llama-3-8B takes 0.2 ms less for each
-        # micro-batch (H200, by `tests/helpers/step_model.py`).
-        new = [
-            added(read_slice(old, i)[0], g / divisor)
-            for old, g in zip(stacks, jax.tree.leaves(gradients), strict=True)
-        ]
-        pairs = zip(stacks, new, strict=True)
-        return [write_slice(old, g[None], i) for old, g in pairs], slices
-
-    if count > 1 and workspace.on_device:
-        measure = clipping.zero
-        host, stacks, cts = backward.run(visit_on_device, host)
-    else:
-        start = clipping.zero, host, workspace
-        (measure, host, workspace), stacks, cts = backward.run(visit, start)
-    total = jax.tree.map(lambda x: x / divisor, backward.rest_gradients(cts))
-    if by_rest is not None:
-        by_rest = by_rest if scale is None else scaled(by_rest, scale)
-        total = jax.tree.map(jnp.add, by_rest, total)
-    totals = _BatchCarry(stacks, host, workspace, total, weight)
-    return totals, _BatchMetrics(loss, backward.epilogue.metrics, measure)
+    measure = over_layers(stacks[0].shape[0], add, clipping.zero, backward=True)
+    first = jax.tree.structure(workspace.gradients).unflatten([x[0] for x in stacks])
+    return workspace.zero_accumulators().write(first), measure
 
 
 def update_next_step(
@@ -292,41 +275,37 @@ def update_next_step(
     # The prologue needs the updated rest.
     weights, others, leaves = _update_rest(step, workspace)
     partition, layered = step.partition, step.optimizer.layered
+    ran = None
     if step.overlaps:
-        rest = _rest(step, weights.stacks, others)
-        start = step.model.start(weights, rest, batch, for_one)
-        by = partition.combine(
-            weights.stacks, partition.others(_pending(workspace).rest)
+        forward = ForwardPass.after_prologue(
+            step.model, weights, partition.rest_of(others), batch
         )
+        pending = partition.others(workspace.pending.rest)
+        by = partition.combine(weights.stacks, pending)
         params = partition.combine(weights.stacks, others)
         gradients = _host_gradients(step, workspace, [by[n] for n in layered.chunked])
-        overlap = ForwardOverlap(step.optimizer, start, weights, gradients)
-        forward, moments, new = overlap.run([params[n] for n in layered.chunked])
-        others = layered.others_with(params, new)
-        rest = _rest(step, forward[-1], others)
-        zero = step.clipping.zero.square
-        backward = BackwardPass.after_forward(
-            *(step.model, weights, rest, batch, gradient_dtypes(workspace), zero),
-            forward=forward,
-        )
-        first = _BatchCarry.first(backward.stacks, workspace, None, zero)
-        totals, metrics = _send_to_host(step, backward, 1, first, jnp.int32(0))
+        overlap = Overlap(step.optimizer, weights, gradients)
+        chunked = [params[n] for n in layered.chunked]
+        activations, stacks, moments, chunked = overlap.forward(forward, chunked)
+        others = layered.others_with(params, chunked)
+        rest = partition.rest_of(others)
+        ran = dataclasses.replace(forward, rest=rest), activations, stacks
     else:
-        weights.stacks, moments, _ = _update_pending(step, weights, workspace)
-        rest = _rest(step, weights.stacks, others)
-        totals, metrics = _gradients_on_host(step, weights, rest, workspace, batch)
-    measure = metrics.layers + step.clipping.measure(totals.by_rest)
-    norm, waits = measure.norm, jnp.asarray(step.guard.passes(measure))
-    pending = Pending(waits, norm, step.clipping.clipped(totals.by_rest, norm))
-    workspace = dataclasses.replace(
-        totals.stored_in(workspace),
-        pending=jax.tree.map(
-            lambda new, old: new.astype(old.dtype), pending, workspace.pending
-        ),
+        gradients = _host_gradients(step, workspace)
+        stacks, moments, _ = _update_layers(step.optimizer, weights, gradients)
+        rest = partition.rest_of(others)
+    stacks, new, by_rest, (loss, metrics, measure) = _gradients_on_host(
+        step, dataclasses.replace(weights, stacks=stacks), rest, workspace, batch, ran
     )
+    measure += step.clipping.measure(by_rest)
+    norm, waits = measure.norm, jnp.asarray(step.guard.passes(measure))
+    pending = Pending(waits, norm, step.clipping.clipped(by_rest, norm))
+    cast = lambda new, old: new.astype(old.dtype)
+    pending = jax.tree.map(cast, pending, workspace.pending)
+    workspace = dataclasses.replace(new, pending=pending)
     state = step.guard.around(layered.new_state(moments, leaves), measure)
-    output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
-    return step.params(totals.stacks, others), state, workspace, output
+    output = LayerwiseOutput(mean_of(loss), metrics, norm)
+    return step.params(stacks, others), state, workspace, output
 
 
 def finish_update(
@@ -334,9 +313,10 @@ def finish_update(
 ) -> tuple[PyTree, PyTree, GradientWorkspace]:
     """Applies the pending update."""
     weights, others, leaves = _update_rest(step, workspace)
-    stacks, moments, _ = _update_pending(step, weights, workspace)
+    gradients = _host_gradients(step, workspace)
+    stacks, moments, _ = _update_layers(step.optimizer, weights, gradients)
     state = step.optimizer.layered.new_state(moments, leaves)
-    pending = _pending(workspace)._replace(waits=jnp.zeros((), jnp.bool_))
+    pending = workspace.pending._replace(waits=jnp.zeros((), jnp.bool_))
     workspace = dataclasses.replace(workspace, pending=pending)
     return step.params(stacks, others), step.guard.around(state, None), workspace
 
@@ -345,7 +325,7 @@ def _update_rest(
     step: TracedStep, workspace: GradientWorkspace
 ) -> tuple[Weights, list[Array], list[Stored]]:
     """Updates all but the layers' matrices."""
-    weights, pending = step.weights(), _pending(workspace)
+    weights, pending = step.weights(), workspace.pending
     partition, layered = step.partition, step.optimizer.layered
     small = [
         None if sliced else step.clipping.clipped(g.astype(x.dtype), pending.norm)
@@ -356,39 +336,18 @@ def _update_rest(
             strict=True,
         )
     ]
-    weights.stacks, others, leaves = step.optimizer.update_rest(
+    stacks, others, leaves = step.optimizer.update_rest(
         weights.stacks,
         small,
         partition.others(partition.rest),
         partition.others(pending.rest),
     )
-    return weights, others, leaves
-
-
-def _update_pending(
-    step: TracedStep, weights: Weights, workspace: GradientWorkspace
-) -> _UpdateCarry:
-    small = step.optimizer.layered.small_gradients()
-    gradients = _host_gradients(step, workspace)
-    return _update_layers(step.optimizer, weights, gradients, small)
+    return dataclasses.replace(weights, stacks=stacks), others, leaves
 
 
 def _host_gradients(
     step: TracedStep, workspace: GradientWorkspace, chunked: Sequence[Array] = ()
 ) -> HostGradients:
     stacks, dtypes = jax.tree.leaves(workspace.host), gradient_dtypes(workspace)
-    norm = _pending(workspace).norm
+    norm = workspace.pending.norm
     return HostGradients([*stacks, *chunked], dtypes, step.clipping, norm)
-
-
-def _rest(step: TracedStep, stacks: Sequence[Array], others: Sequence[Array]) -> Rest:
-    """The parameters outside the layers, by name."""
-    partition = step.partition
-    leaves = partition.combine(stacks, others)
-    params = jax.tree.unflatten(partition.structure, leaves)
-    return Partition.create(params, partition.key).rest
-
-
-def _pending(workspace: GradientWorkspace) -> Pending:
-    assert isinstance(workspace.pending, Pending)  # or the step would not be deferred
-    return workspace.pending

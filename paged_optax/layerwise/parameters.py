@@ -103,6 +103,11 @@ class Partition:
         """Flattens a tree like `rest`, in the order of all parameters."""
         return [x for name in self.rest for x in jax.tree.leaves(rest[name])]
 
+    def rest_of(self, others: Sequence[Array]) -> dict[Hashable, PyTree[Array]]:
+        """Unflattens what `others` returns."""
+        structure = jax.tree.structure([*self.rest.values()])
+        return dict(zip(self.rest, structure.unflatten(others), strict=True))
+
     def combine(self, layers: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Merges the layers' and the other values, in the order of all parameters."""
         of_layers, of_others = iter(layers), iter(others)

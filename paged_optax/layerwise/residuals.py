@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,38 +30,38 @@ class Learned(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "residuals"],
+    data_fields=["residuals"],
     meta_fields=["structure", "known"],
 )
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A layer's input, and the residuals of its backward pass.
+    """The residuals of a layer's backward pass.
 
     Attributes:
-      x: The input.
       residuals: The residuals that are not among the layer's arguments.
       structure: The structure of the backward pass, a pytree of residuals.
       known: For each residual its place among the layer's arguments, or None.
     """
 
-    x: PyTree[Array]
     residuals: list[Array]
     structure: PyTreeDef
     known: tuple[int | None, ...]
 
     @staticmethod
-    def of(pull: PyTree[Array], x: PyTree[Array], args: PyTree[Array]) -> "Saved":
+    def of(pull: PyTree[Array], args: PyTree[Array]) -> "Saved":
         """Separates the residuals of a backward pass from the layer's arguments."""
         leaves, structure = jax.tree.flatten(pull)
         places = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(args))}
         known = tuple(places.get(id(leaf)) for leaf in leaves)
         pairs = zip(leaves, known, strict=True)
-        return Saved(x, [y for y, n in pairs if n is None], structure, known)
+        return Saved([y for y, n in pairs if n is None], structure, known)
 
-    def pull(self, args: PyTree[Array]) -> Callable[..., Any]:
-        """Returns the backward pass."""
-        leaves, residuals = jax.tree.leaves(args), iter(self.residuals)
+    def pull(
+        self, residuals: Sequence[Array], args: PyTree[Array]
+    ) -> Callable[..., Any]:
+        """Returns the backward pass with these residuals and arguments."""
+        leaves, others = jax.tree.leaves(args), iter(residuals)
         return jax.tree.unflatten(
             self.structure,
-            [next(residuals) if n is None else leaves[n] for n in self.known],
+            [next(others) if n is None else leaves[n] for n in self.known],
         )

@@ -27,8 +27,8 @@ LayerIndex = Int[Array, ""] | np.int32 | int
 
 Carry = TypeVar("Carry")
 
-#: Loop body of one layer: `body(i, next_item, carry)` returns the next carry.
-Turn = Callable[[LayerIndex, LayerIndex | None, Carry], Carry]
+#: Stacks, and one layer's slices of them.
+Pair = tuple[list[Array], list[Array]]
 
 
 def is_sliced(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
@@ -47,11 +47,8 @@ def read_slice(
 ) -> Array:
     """Reads part i of the leading axis to the device.
 
-    Args:
-      x: The array. A stack has one part for each layer.
-      i: The part.
-      parts: The number of parts; None is the length of the axis.
-      shards: The division of the array, if it is known.
+    `parts` is the number of parts. None is the length of the axis, for weights, which
+    travel during products.
     """
     size = 1 if parts is None else x.shape[0] // parts
     return _page(i, size, parts, shards).read(x)
@@ -64,10 +61,7 @@ def write_slice(
     parts: int | None = None,
     shards: Shards | None = None,
 ) -> Array:
-    """Replaces part i of the leading axis.
-
-    `parts` is None for weights, which travel during products; see `read_slice`.
-    """
+    """Replaces part i of the leading axis, see `read_slice`."""
     return _page(i, new.shape[0], parts, shards).write(x, new)
 
 
@@ -75,7 +69,9 @@ def read_moment(x: Stored, i: LayerIndex, parts: int, shards: Shards | None) -> 
     """Reads part i of a moment, see `read_slice`."""
     if not isinstance(x, Quantized):
         return read_slice(x, i, parts, shards)
-    scales = _scales(i, x.scales.shape[0] // parts).read(x.scales)
+    # Scales are on the device while layers are updated; see `LayeredState`.
+    page = StackPage(i, x.scales.shape[0] // parts, at_once=True)
+    scales = page.read(x.scales)
     return Quantized(read_slice(x.codes, i, parts, shards), scales)
 
 
@@ -85,7 +81,8 @@ def write_moment(
     """Replaces part i of a moment, see `write_slice`."""
     if not isinstance(x, Quantized) or not isinstance(new, Quantized):
         return jax.tree.map(lambda x, y: write_slice(x, y, i, parts, shards), x, new)
-    scales = _scales(i, new.scales.shape[0]).write(x.scales, new.scales)
+    page = StackPage(i, new.scales.shape[0], at_once=True)
+    scales = page.write(x.scales, new.scales)
     return Quantized(write_slice(x.codes, new.codes, i, parts, shards), scales)
 
 
@@ -99,35 +96,21 @@ def _page(
     return StackPage(i, size, at_once, shards)
 
 
-def _scales(i: LayerIndex, size: int) -> StackPage:
-    # Scales are on the device while layers are updated; see `LayeredState`.
-    return StackPage(i, size, at_once=True)
-
-
 def over_layers(
     length: int,
-    body: Turn[Carry],
+    body: Callable[[LayerIndex, LayerIndex | None, Carry], Carry],
     carry: Carry,
     *,
     backward: bool = False,
     prefetches: bool = False,
     makes_room: bool = False,
 ) -> Carry:
-    """Runs `body(i, next_item, carry)` for each layer, in order.
+    """Runs `body(i, next_item, carry)` for each layer, and returns the last carry.
 
-    Args:
-      length: The number of layers.
-      body: Returns the next carry. `next_item` is the next layer, or None if there is
-        none or the loop cannot prefetch it.
-      carry: The first carry.
-      backward: If true, the last layer is first.
-      prefetches: If true, `body` prefetches from the next layer into the carry. An
-        iteration then runs two layers, because the current slice is still used.
-      makes_room: If true, `body` frees the buffers that it fetches into. An iteration
-        then runs one layer.
-
-    Returns:
-      The last carry.
+    If `prefetches`, `body` fetches from `next_item` into the carry, which is None if
+    there is no next layer or the loop cannot prefetch it. An iteration then runs two
+    layers, because the current slice is still used, or one if `body` `makes_room`: it
+    frees the buffers that it fetches into.
     """
     # An older XLA:GPU follows only the loop's own variable, so that the loop counts
     # down. A newer one follows `length - 1 - k`, but finds no transfer in such a loop.
@@ -159,9 +142,7 @@ def over_layers(
     return carry
 
 
-def written_back(
-    stacks: list[Array], slices: list[Array], i: LayerIndex
-) -> tuple[list[Array], list[Array]]:
+def written_back(stacks: list[Array], slices: list[Array], i: LayerIndex) -> Pair:
     """Writes slices back over themselves, so that XLA:TPU casts one slice at a time.
 
     TPU matrix units read bfloat16. XLA copies float32 stacks that a loop only reads to
@@ -169,9 +150,7 @@ def written_back(
     weights).
     """
 
-    def write(
-        pair: tuple[list[Array], list[Array]],
-    ) -> tuple[list[Array], list[Array]]:
+    def write(pair: Pair) -> Pair:
         stacks, slices = pair
         # One barrier for each slice: a fetch need not wait for the others.
         slices = [

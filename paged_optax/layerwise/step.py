@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import check_rate, check_transformation
 from paged_optax.layerwise.clipping import Clipping
-from paged_optax.layerwise.dependencies import chunked_leaves, learned
+from paged_optax.layerwise.dependencies import chunked_leaves
 from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
 from paged_optax.layerwise.host_updates import (
     finish_update,
@@ -33,16 +33,14 @@ from paged_optax.layerwise.step_arguments import (
     ask,
     check_inexact,
     check_same_counts,
-    check_same_state,
+    check_state,
     compare_processes,
     known_shards,
-    new_state_types,
     warn_of_divided_layers,
     warn_of_moved,
 )
 from paged_optax.layerwise.tree_update import TreeUpdate
 from paged_optax.layerwise.updates import Guard, TracedStep, update_at_once
-from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 # XLA:TPU copies whole host stacks that are updated during other layers' gradients
@@ -283,22 +281,15 @@ class LayerwiseStep:
         batch: PyTree,
         frozen: PyTree,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
-        accumulate = self._accumulate
-        if accumulate:
+        if self._accumulate:
             check_same_counts(batch)
         step = self._prepare(answers, params, state, workspace, frozen)
-        partition, clipping, optimizer = step.partition, step.clipping, step.optimizer
-        model = on_explicit_axes(step.model, partition, batch, accumulate)
-        if self._saves:
-            one = jax.tree.map(lambda x: x[0], batch) if accumulate else batch
-            weights = Weights(partition.layers, model.frozen and model.frozen.layers)
-            saves = learned(model, weights, partition.rest, one)
-            model = dataclasses.replace(model, saves=saves)
-        deferred = workspace.pending is not None
-        if deferred:
-            update = update_next_step
-        else:
-            update = update_after_norm if workspace.host is not None else update_at_once
+        optimizer, clipping = step.optimizer, step.clipping
+        model = on_explicit_axes(step.model, step.partition, batch, self._accumulate)
+        model = dataclasses.replace(model, saves=self._saves)
+        deferred, update = workspace.pending is not None, update_at_once
+        if workspace.host is not None:
+            update = update_next_step if deferred else update_after_norm
 
         def run(
             optimizer: LayerOptimizer, overlaps: bool
@@ -306,23 +297,24 @@ class LayerwiseStep:
             new = {"model": model, "optimizer": optimizer, "overlaps": overlaps}
             return update(dataclasses.replace(step, **new), workspace, batch)
 
-        in_turn = functools.partial(run, optimizer, False)
         warn_of_moved(answers, workspace)
         known_first = workspace.host is not None or clipping.needed_first
         step.guard.check_known(known_first)
         # Nothing overlaps if a separate backward pass computes the norm. The gradients
         # of two layers would take more memory than that first pass.
-        apart = accumulate if deferred else known_first
+        apart = self._accumulate if deferred else known_first
         if apart or not can_overlap(optimizer):
-            return in_turn()
-        if not accumulate and not clipping.by_layer:
+            return run(optimizer, False)
+        if not self._accumulate and not clipping.by_layer:
             chunked = chunked_leaves(model.run_prologue, optimizer.layered, batch)
             with contextlib.suppress(ValueError):  # a choice by shape, for one of them
                 optimizer = optimizer.in_chunks(chunked)
         # Traced once for both names of a GPU.
         on_gpu = jax.jit(functools.partial(run, optimizer, True), inline=True)
-        ways = {name: on_gpu for name in _OVERLAPPED}
-        return lax.platform_dependent(default=in_turn, **ways)
+        return lax.platform_dependent(
+            default=functools.partial(run, step.optimizer, False),
+            **dict.fromkeys(_OVERLAPPED, on_gpu),
+        )
 
     def _finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
@@ -352,8 +344,7 @@ class LayerwiseStep:
         partition = Partition.create(params, self._layers)
         check_inexact(params)
         workspace.check(partition.layers, partition.rest)
-        fresh = new_state_types(self._tx, params, tree)
-        check_same_state(fresh, params, state, tree)
+        fresh = check_state(self._tx, params, state, tree)
         guard = Guard(self._tx, state)
         tests_finite = guard.wrapper is not None
         dtype = widest(partition.rest, workspace.gradients)

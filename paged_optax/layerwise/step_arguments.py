@@ -12,25 +12,14 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
-from paged_optax.backend.memory import (
-    PINNED_HOST,
-    nbytes,
-    on_host,
-    typed_by_memory,
-)
+from paged_optax.backend.memory import PINNED_HOST, nbytes, on_host, typed_by_memory
 from paged_optax.backend.processes import Values, compare, spans_processes
-from paged_optax.backend.text import (
-    dtype_and_shape,
-    key_names,
-    keystr,
-    readable_bytes,
-)
+from paged_optax.backend.text import dtype_and_shape, key_names, keystr, readable_bytes
 from paged_optax.backend.types import KeyPath, is_explicit, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import LayerTree, is_stored, stacked_shape
-from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.slices import is_sliced
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.transform.context import (
@@ -106,9 +95,19 @@ def warn_of_moved(answers: Sequence[Answer], workspace: GradientWorkspace) -> No
     for pager, moved, _ in answers:
         if moved:
             tell(moved, pager.on_moved)
-    if moved := _moved(workspace):
-        raises = any(pager.on_moved == "raise" for pager, *_ in answers)
-        tell(moved, "raise" if raises else "warn", "workspace")
+    flat = jax.tree_util.tree_flatten_with_path(workspace.host)[0]
+    stacks = [(path, x) for path, x in flat if is_sliced(x) and not on_host(x)]
+    if not stacks or workspace.on_device:
+        return
+    raises = any(pager.on_moved == "raise" for pager, *_ in answers)
+    tell(
+        f"gradients of all layers, {readable_bytes(nbytes([x for _, x in stacks]))},"
+        f" are in device memory, workspace.host{keystr(stacks[0][0])} first, and belong"
+        " on the host: pickle, a copy, a jax.device_put, a restore or out_shardings"
+        " without a memory kind moved them. Put",
+        "raise" if raises else "warn",
+        "workspace",
+    )
 
 
 def compare_processes(
@@ -141,13 +140,12 @@ def warn_of_divided_layers(
     answers: Sequence[Answer], params: PyTree, frozen: PyTree, key: str
 ) -> bool:
     """Warns about the first stack that is divided along its layers."""
-    for name, tree, sources in (
-        ("params", as_pure(params), answers),
-        ("frozen", as_pure(frozen), ()),
-    ):
-        for path, x in _stacks(tree, key):
+    for name, tree, sources in ("params", params, answers), ("frozen", frozen, ()):
+        for path, x in jax.tree_util.tree_flatten_with_path(as_pure(tree))[0]:
+            if key_names(path)[:1] != (key,):
+                continue
             shards = _shards(sources, path, x, moments=False)
-            if shards is None or not x.shape or shards.divisions[0] == 1:
+            if shards is None or shards.divisions[:1] in ((), (1,)):
                 continue
             warn_user(
                 f"{name}{keystr(path)} of shape {x.shape} is divided along its layers,"
@@ -172,15 +170,6 @@ def known_shards(
     return [x if x and x.divisions[:1] == (1,) else None for x in found]
 
 
-def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
-    children = by_name(tree)
-    if children is None or key not in children:
-        return []
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    inner = Partition.create(tree, key).in_layers
-    return [item for item, stacked in zip(flat, inner, strict=True) if stacked]
-
-
 def _shards(
     answers: Sequence[Answer], path: KeyPath, x: Array, moments: bool
 ) -> Shards | None:
@@ -192,34 +181,30 @@ def _shards(
     return None
 
 
-def new_state_types(
-    tx: optax.GradientTransformation, params: PyTree, tree: LayerTree | None
+def check_state(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    tree: LayerTree | None,
 ) -> PyTree | None:
-    """The types of the state that `tx.init` makes for the loss's own tree.
+    """Returns the types of the state that `tx.init` makes for the loss's own tree.
 
     Returns None if stacks are that tree, and `tx.init` reads more than types.
+
+    Raises:
+      ValueError: If `state` has other names, or its stacks other types.
     """
     shapes = jax.tree.map(shape_dtype, params)
     if tree is not None:
         shapes = tree.shapes(jax.tree.leaves(shapes))
     try:
         with within(visitor=TYPES):
-            return jax.eval_shape(lambda p: tx.init(p), shapes)
+            unstacked = jax.eval_shape(lambda p: tx.init(p), shapes)
     except (AttributeError, TypeError, ValueError):
         if tree is not None:
             raise
         return None
-
-
-def check_same_state(
-    fresh: PyTree, params: PyTree, state: PyTree, tree: LayerTree | None
-) -> None:
-    """Raises if a state and a new state differ in names, or the stacks in types."""
-    if fresh is None:
-        return
-    unstacked = fresh
-    if tree is not None:
-        fresh = tree.stack(fresh, stacked_shape)
+    fresh = unstacked if tree is None else tree.stack(unstacked, stacked_shape)
     # Encoded moments have other shapes if they are divided on explicit axes.
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
     typed = tree is not None and tree.length > 0 and not divided
@@ -237,36 +222,20 @@ def check_same_state(
         for name, (text, _) in (leaves | expected).items()
         if leaves.get(name, ("", None))[1] != expected.get(name, ("", None))[1]
     ]
-    if odd:
-        names = ", state".join(odd[:3])
-        init = "tx.init made for these parameters"
-        if tree is not None and leaves.keys() == described(unstacked).keys():
-            raise ValueError(
-                "state is the state of an ordinary step, and params are stacked: pass"
-                " model.stack_state(state), or model.init(tx, params)."
-            )
-        if tree is not None:
-            init = "model.init(tx, params) makes"
+    if not odd:
+        return unstacked
+    if tree is not None and leaves.keys() == described(unstacked).keys():
         raise ValueError(
-            "the state's structure is not the one these gradients call for: they differ"
-            f" at state{names}. Pass the state that {init}, or that a step returned."
+            "state is the state of an ordinary step, and params are stacked: pass"
+            " model.stack_state(state), or model.init(tx, params)."
         )
-
-
-def _moved(workspace: GradientWorkspace) -> str:
-    """Warning text for gradients of all layers in device memory."""
-    moved = [
-        (path, x)
-        for path, x in jax.tree_util.tree_flatten_with_path(workspace.host)[0]
-        if is_sliced(x) and not on_host(x) and not workspace.on_device
-    ]
-    if not moved:
-        return ""
-    return (
-        f"gradients of all layers, {readable_bytes(nbytes([x for _, x in moved]))}, are"
-        f" in device memory, workspace.host{keystr(moved[0][0])} first, and belong on"
-        " the host: pickle, a copy, a jax.device_put, a restore or out_shardings"
-        " without a memory kind moved them. Put"
+    names = ", state".join(odd[:3])
+    init = "tx.init made for these parameters"
+    if tree is not None:
+        init = "model.init(tx, params) makes"
+    raise ValueError(
+        "the state's structure is not the one these gradients call for: they differ"
+        f" at state{names}. Pass the state that {init}, or that a step returned."
     )
 
 

@@ -1,41 +1,46 @@
-"""The backward pass over the layers, for one micro-batch or for all of them."""
+"""The passes over the layers, for one micro-batch or for all of them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
+from paged_optax.backend.memory import HOST
 from paged_optax.backend.platforms import on_platforms
-from paged_optax.layerwise.clipping import sum_dtype
 from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.forward import (
     EpilogueGradients,
-    Forward,
     ModelFunctions,
-    PrologueGradients,
     Rest,
+    check_same_input,
+    give_up_rest,
     is_inexact,
+    pull_epilogue,
+    pull_epilogues,
     select,
+    select_inexact,
 )
-from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.residuals import Learned, Saved
 from paged_optax.layerwise.slices import (
     Carry,
     LayerIndex,
     over_layers,
     read_slice,
+    write_slice,
     written_back,
 )
 from paged_optax.layerwise.weights import (
     Prefetched,
     Weights,
+    bind_prefetched,
     fetch_after,
-    host_like,
+    on_device,
 )
 
 #: `visit(carry, i, slices, gradients)` receives one layer's gradients. It returns the
@@ -44,23 +49,60 @@ Visit = Callable[
     [Carry, LayerIndex, list[Array], PyTree[Array]], tuple[Carry, list[Array]]
 ]
 
-# The visitor's carry, the gradients by the layer's input and the context, the stacks,
-# and the prefetched slices of the next layer.
-_PassCarry = tuple[Carry, PrologueGradients, list[Array], Prefetched]
+#: `run(i, slices, x)` returns layer i's output, its kept outputs, and its residuals.
+RunLayer = Callable[
+    [LayerIndex, list[Array], PyTree], tuple[PyTree, PyTree, Saved | None]
+]
+
+
+class Activations(NamedTuple):
+    """Activations of a forward pass over the layers.
+
+    Attributes:
+      x: The next layer's input; finally the last layer's output.
+      inputs: The inputs of all layers, stacked, for the backward pass.
+      kept: The layers' kept outputs for the epilogue, stacked.
+      residuals: The layers' residuals, stacked; empty if they are not saved.
+    """
+
+    x: PyTree[Array]
+    inputs: PyTree[Array]
+    kept: PyTree[Array]
+    residuals: list[Array]
+
+    def after(self, i: LayerIndex, slices: list[Array], run: RunLayer) -> "Activations":
+        """Runs layer i."""
+        store = lambda to, x: write_slice(to, x[None], i)
+        inputs = jax.tree.map(store, self.inputs, self.x)
+        x, kept, saved = run(i, slices, self.x)
+        new = kept, jax.tree.leaves(saved)
+        kept, residuals = jax.tree.map(store, (self.kept, self.residuals), new)
+        return Activations(x, inputs, kept, residuals)
+
+
+class PrologueGradients(NamedTuple):
+    """The gradients by the learned leaves of a layer's input, and of the context.
+
+    After the backward pass they are those by the prologue's output.
+    """
+
+    x: list[Array]
+    context: list[Array]
+
+
+# Loop carries. Both end with the stacks and the prefetched slices of the next layer.
+_ForwardCarry = tuple[Activations, list[Array], Prefetched]
+_BackwardCarry = tuple[Carry, PrologueGradients, list[Array], Prefetched]
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardPass:
-    """The layers after their forward pass, ready for the backward pass.
+class ForwardPass:
+    """The layers after the prologue.
 
     Attributes:
-      weights: The layers' parameters before the forward pass.
       batch: The micro-batch, or all micro-batches.
       several: If true, `batch` stacks several micro-batches.
-      dtypes: The dtypes of the layers' gradients.
-      stacks: The layers' parameters after the forward pass.
-      inputs: The inputs of all layers, stacked.
-      learned: The leaves of `inputs` and `context` that have gradients.
+      x: The first layer's input.
     """
 
     model: ModelFunctions
@@ -68,83 +110,180 @@ class BackwardPass:
     rest: Rest
     batch: PyTree
     several: bool
-    dtypes: Sequence[np.dtype]
-    stacks: list[Array]
-    inputs: PyTree[Array]
+    x: PyTree[Array]
     context: PyTree
-    learned: Learned
-    epilogue: EpilogueGradients
 
     @classmethod
-    def after_forward(
+    def after_prologue(
         cls,
         model: ModelFunctions,
         weights: Weights,
         rest: Rest,
         batch: PyTree,
+        several: bool = False,
+    ) -> "ForwardPass":
+        """Runs the prologue."""
+        loaded = jax.tree.map(on_device, rest)  # once for all micro-batches
+        run = functools.partial(model.run_prologue, loaded)
+        x, context = _for_each(several, run, batch)
+        return cls(model, weights, rest, batch, several, x, context)
+
+    @property
+    def one(self) -> PyTree:
+        """One micro-batch."""
+        return jax.tree.map(lambda x: x[0], self.batch) if self.several else self.batch
+
+    @functools.cached_property
+    def learned(self) -> Learned:
+        """The leaves of `x` and `context` that have gradients."""
+        return learned(self.model, self.weights, self.rest, self.one)
+
+    def layer(
+        self, i: LayerIndex, slices: Sequence[Array], x: PyTree
+    ) -> tuple[PyTree, PyTree, Saved | None]:
+        """Returns layer i's output, its kept outputs, and its residuals."""
+
+        def one(x: PyTree, context: PyTree) -> tuple[PyTree, PyTree, Saved | None]:
+            both = self.weights.of(slices)
+            if not self.model.saves:
+                return *self.model.run_layer(*both, x, context, i), None
+            index = jnp.asarray(i)
+            pull, results = self.linearized(both, x, context, index)
+            return *results, Saved.of(pull, (both, x, context, index))
+
+        return _for_each(self.several, one, x, self.context)
+
+    def linearized(
+        self,
+        both: tuple[PyTree[Array], PyTree[Array]],
+        x: PyTree[Array],
+        context: PyTree,
+        i: LayerIndex,
+    ) -> tuple[Callable[..., Any], tuple[PyTree[Array], PyTree[Array]]]:
+        """Returns a layer's backward pass, and its outputs."""
+        (weights, frozen), learned = both, self.learned
+        inputs, merge_x = select(x, learned.x)
+        seen, merge_context = select(context, learned.context)
+
+        def run(
+            weights: PyTree[Array], inputs: list[Array], seen: list[Array]
+        ) -> tuple[tuple[list[Array], list[Array]], tuple[PyTree, PyTree]]:
+            args = weights, frozen, merge_x(inputs), merge_context(seen)
+            x, new = self.model.run_layer(*args, i)
+            return (select(x, learned.x)[0], select_inexact(new)[0]), (x, new)
+
+        _, pull, outputs = jax.vjp(run, weights, inputs, seen, has_aux=True)
+        return pull, outputs
+
+    @functools.cached_property
+    def shapes(self) -> tuple[PyTree, PyTree, Saved | None]:
+        """The shapes of a layer's results."""
+        run = lambda i, stacks, x: self.layer(i, self.weights.slices(stacks, 0), x)
+        return jax.eval_shape(run, jnp.int32(0), self.weights.stacks, self.x)
+
+    def start(self) -> Activations:
+        """The activations before the first layer."""
+        output, kept, saved = self.shapes
+        check_same_input(self.x, output)
+        # Empty: each layer writes its slice before anything reads it.
+        empty = lambda x: lax.empty((self.weights.length, *x.shape), x.dtype)
+        inputs = jax.tree.map(empty, self.x)
+        if self.model.activations_on_host:
+            inputs = jax.device_put(inputs, HOST)
+        kept, residuals = jax.tree.map(empty, (kept, jax.tree.leaves(saved)))
+        return Activations(self.x, inputs, kept, residuals)
+
+    def run(self) -> tuple[Activations, list[Array]]:
+        """Runs the layers; returns the activations and the stacks."""
+        weights = self.weights
+
+        def body(
+            i: LayerIndex, next_item: LayerIndex | None, carry: _ForwardCarry
+        ) -> _ForwardCarry:
+            activations, stacks, prefetched = carry
+            slices = weights.slices(stacks, i, prefetched, vectors)
+            count = len(stacks)
+            stacks, slices[:count] = written_back(stacks, slices[:count], i)
+            prefetched = weights.prefetch(stacks, next_item)
+            return activations.after(i, slices, self.layer), stacks, prefetched
+
+        start, vectors = self.start(), weights.vectors(weights.stacks)
+        prefetched = weights.prefetch(weights.stacks, 0)
+        activations, stacks, _ = over_layers(
+            weights.length,
+            body,
+            (start, weights.stacks, prefetched),
+            prefetches=weights.prefetches,
+        )
+        return activations, stacks
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPass:
+    """The layers after their forward pass and the epilogue.
+
+    Attributes:
+      dtypes: The dtypes of the layers' gradients.
+      stacks: The layers' parameters after the forward pass.
+      inputs: The inputs and residuals of all layers, stacked.
+    """
+
+    forward: ForwardPass
+    dtypes: Sequence[np.dtype]
+    stacks: list[Array]
+    inputs: tuple[PyTree[Array], list[Array]]
+    epilogue: EpilogueGradients
+
+    @classmethod
+    def after_epilogue(
+        cls,
+        forward: ForwardPass,
+        activations: Activations,
+        stacks: list[Array],
         dtypes: Sequence[np.dtype],
         before: Float[Array, ""],
-        *,
-        several: bool = False,
         last: Bool[Array, ""] | bool = True,
-        forward: Forward | None = None,
     ) -> "BackwardPass":
-        """Runs the forward pass and the epilogue.
-
-        `before` is the weight of the micro-batches before, see `pull_epilogue`.
-        """
-        if forward is None:
-            apply = _for_each if several else for_one
-            forward = model.forward(weights, model.start(weights, rest, batch, apply))
-        activations, context, stacks = forward
-        one = jax.tree.map(lambda x: x[0], batch) if several else batch
-        follows = model.saves or learned(model, weights, rest, one)
-        model_then, loaded, x = model.fetch_rest(rest, activations.x)
-        args = loaded, x, activations.kept, batch, before.dtype
-        if several:
-            epilogue = _all_epilogues(model_then, *args)
+        """Runs the epilogue; see `pull_epilogue` for `before` and `last`."""
+        rest, kept, batch = forward.rest, activations.kept, forward.batch
+        follows = forward.learned
+        model, loaded, x = forward.model.fetch_rest(rest, activations.x)
+        pull = functools.partial(pull_epilogue, model, loaded, before.dtype)
+        if forward.several:
+            epilogue = pull_epilogues(pull, loaded, x, kept, batch)
         else:
-            epilogue = model_then.pull_epilogue(*args, before, last)
-        subset = [
-            flag
-            for flag, leaf in zip(follows.x, jax.tree.leaves(x), strict=True)
-            if is_inexact(leaf)
-        ]
-        by_output, _ = select(epilogue.by_output, subset)
-        epilogue = epilogue._replace(by_output=by_output)
+            epilogue = pull(x, kept, batch, before, last)
+        pairs = zip(follows.x, jax.tree.leaves(x), strict=True)
+        subset = [flag for flag, leaf in pairs if is_inexact(leaf)]
+        epilogue = epilogue._replace(by_output=select(epilogue.by_output, subset)[0])
         if loaded is not rest:
-            kept = activations.kept
-            if several:
+            if forward.several:
                 x = jax.tree.map(lambda x: x[0], x)
                 kept = jax.tree.map(lambda x: x[:, 0], kept)
-            reads = used(model_then.run_epilogue, loaded, x, kept, one)
-            epilogue, stacks = _give_up_rest(epilogue, stacks, rest, reads)
-        return cls(
-            *(model, weights, rest, batch, several, dtypes, stacks),
-            *(activations.inputs, context, follows, epilogue),
-        )
+            reads = used(model.run_epilogue, loaded, x, kept, forward.one)
+            epilogue, stacks = give_up_rest(epilogue, stacks, rest, reads)
+        inputs = activations.inputs, activations.residuals
+        return cls(forward, dtypes, stacks, inputs, epilogue)
 
     def run(
         self, visit: Visit[Carry], start: Carry
     ) -> tuple[Carry, list[Array], PrologueGradients]:
         """Calls `visit(carry, i, slices, gradients)` for each layer, the last first."""
-        weights = self.weights
+        weights = self.forward.weights
 
         def body(
-            i: LayerIndex, next_item: LayerIndex | None, carry: _PassCarry[Carry]
-        ) -> _PassCarry[Carry]:
+            i: LayerIndex, next_item: LayerIndex | None, carry: _BackwardCarry[Carry]
+        ) -> _BackwardCarry[Carry]:
             inner, cts, stacks, prefetched = carry
             slices = weights.slices(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, next_item)
-            x, dkept = self.read(i)
-            gradients, cts = self.pull(slices, x, cts, dkept, i)
+            gradients, cts = self.pull(slices, *self.read(i), cts, i)
             slices = slices[: len(stacks)]
             # XLA:CPU would fuse the products into the update, and copy the stacks.
             values = gradients, slices, cts
-            gradients, slices, cts = on_platforms(
-                "cpu", lax.optimization_barrier, values
-            )
-            gradients, cts, prefetched = _with_prefetched(gradients, cts, prefetched)
+            values = on_platforms("cpu", lax.optimization_barrier, values)
+            gradients, slices, cts = values
+            gradients, cts, prefetched = bind_prefetched(gradients, cts, prefetched)
             inner, new = visit(inner, i, slices, gradients)
             if all(a is b for a, b in zip(new, slices, strict=True)):
                 stacks, _ = written_back(stacks, slices, i)
@@ -170,171 +309,91 @@ class BackwardPass:
 
     def first_gradients(self, by_output: list[Array]) -> PrologueGradients:
         """The gradients before the last layer's: zeros for the context."""
-        context, _ = select(self.context, self.learned.context)
+        context, _ = select(self.forward.context, self.forward.learned.context)
         return PrologueGradients(by_output, list(map(jnp.zeros_like, context)))
 
     def read(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
-        """Reads layer i's input, and the gradients by its kept outputs."""
-        cut = lambda stack: read_slice(stack, i)[0]
-        by_kept = self.epilogue.by_kept
-        return jax.tree.map(cut, self.inputs), jax.tree.map(cut, by_kept)
+        """Reads layer i's input and residuals, and the gradients by its outputs."""
+        every = self.inputs, self.epilogue.by_kept
+        return jax.tree.map(lambda stack: read_slice(stack, i)[0], every)
 
     def pull(
         self,
         slices: Sequence[Array],
-        x: PyTree[Array],
-        cts: PrologueGradients,
+        inputs: tuple[PyTree[Array], list[Array]],
         dkept: list[Array],
+        cts: PrologueGradients,
         i: LayerIndex,
     ) -> tuple[PyTree[Array], PrologueGradients]:
         """Computes the gradients of layer i, by its parameters and by its input."""
-        weights, frozen = self.weights.of(slices)
-        dx, dcontext = cts
+        forward, both = self.forward, self.forward.weights.of(slices)
 
-        def pull(
-            x: PyTree, context: PyTree, dx: list[Array], dkept: list[Array]
-        ) -> tuple[PyTree[Array], list[Array], list[Array]]:
-            args = weights, frozen
-            if isinstance(x, Saved):
-                backward = x.pull((*args, x.x, context, jnp.asarray(i)))
-            else:
-                learned = self.learned
-                backward, _ = self.model.linearized(*args, x, context, learned, i)
-            return backward((dx, dkept))
-
-        add = lambda new: jax.tree.map(jnp.add, dcontext, new)
-        narrow = lambda g: jax.tree.unflatten(
-            self.weights.structure,
-            [
-                x.astype(dtype)
-                for x, dtype in zip(jax.tree.leaves(g), self.dtypes, strict=True)
-            ],
-        )
-        if not self.several:
-            gradients, dx, new = pull(x, self.context, dx, dkept)
-            return narrow(gradients), PrologueGradients(dx, add(new))
+        def narrow(gradients: PyTree[Array]) -> PyTree[Array]:
+            leaves, structure = jax.tree.flatten(gradients)
+            pairs = zip(leaves, self.dtypes, strict=True)
+            return structure.unflatten([x.astype(dtype) for x, dtype in pairs])
 
         def one(
-            total: PyTree[Array],
-            args: tuple[PyTree, PyTree, list[Array], list[Array]],
+            inputs: tuple[PyTree, list[Array]],
+            context: PyTree,
+            dx: list[Array],
+            dkept: list[Array],
         ) -> tuple[PyTree[Array], PrologueGradients]:
-            gradients, dx, new = pull(*args)
-            total = jax.tree.map(jnp.add, total, narrow(gradients))
-            return total, PrologueGradients(dx, new)
+            x, residuals = inputs
+            saved = forward.shapes[2] if forward.model.saves else None
+            if saved is None:
+                pull, _ = forward.linearized(both, x, context, i)
+            else:
+                pull = saved.pull(residuals, (both, x, context, jnp.asarray(i)))
+            gradients, dx, dcontext = pull((dx, dkept))
+            return narrow(gradients), PrologueGradients(dx, dcontext)
 
-        zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
-        gradients, (dx, new) = lax.scan(one, zeros, (x, self.context, dx, dkept))
-        return gradients, PrologueGradients(dx, add(new))
+        args = inputs, forward.context, cts.x, dkept
+        if forward.several:
+            zeros = jax.tree.map(jnp.zeros_like, narrow(both[0]))
+            gradients, new = _sum(one, zeros, args)
+        else:
+            gradients, new = one(*args)
+        dcontext = jax.tree.map(jnp.add, cts.context, new.context)
+        return gradients, new._replace(context=dcontext)
 
     def rest_gradients(self, cts: PrologueGradients) -> Rest:
         """Adds the prologue's gradients to the epilogue's, for the other parameters.
 
         They have the parameters' dtypes, unless the workspace's dtype is wider.
         """
+        forward = self.forward
         by_rest, cts = fetch_after(self.epilogue.by_rest, cts)
-        model, rest, cts = self.model.fetch_rest(self.rest, cts)
-        pull = lambda batch, cts: model.pull_prologue(rest, batch, self.learned, cts)
-        if not self.several:
-            return jax.tree.map(jnp.add, by_rest, pull(self.batch, cts))
+        model, rest, cts = forward.model.fetch_rest(forward.rest, cts)
 
-        def one(
-            total: Rest, args: tuple[PyTree, PrologueGradients]
-        ) -> tuple[Rest, None]:
-            add = lambda s, g: s + g.astype(s.dtype)
-            return jax.tree.map(add, total, pull(*args)), None
+        def pull(batch: PyTree, cts: PrologueGradients) -> tuple[Rest, None]:
+            def run(rest: Rest) -> PrologueGradients:
+                results = model.run_prologue(rest, batch)
+                pairs = zip(results, forward.learned, strict=True)
+                return PrologueGradients(*[select(x, flags)[0] for x, flags in pairs])
 
-        total = lax.scan(one, by_rest, (self.batch, cts))[0]
-        if self.dtypes != [x.dtype for x in self.weights.stacks]:
+            return jax.vjp(run, rest)[1](cts)[0], None
+
+        if not forward.several:
+            return jax.tree.map(jnp.add, by_rest, pull(forward.batch, cts)[0])
+        total, _ = _sum(pull, by_rest, (forward.batch, cts))
+        if self.dtypes != [x.dtype for x in forward.weights.stacks]:
             return total
         return jax.tree.map(lambda g, x: g.astype(x.dtype), total, rest)
 
 
-def for_one(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Calls a function for the only micro-batch."""
-    return function(*args)
+def _for_each(several: bool, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Calls a function for the only micro-batch, or for each of several."""
+    return lax.map(lambda xs: function(*xs), args) if several else function(*args)
 
 
-def _for_each(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    return lax.map(lambda xs: function(*xs), args)
+def _sum(
+    function: Callable[..., tuple[PyTree, PyTree]], start: PyTree, args: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Adds up a function's first results over micro-batches, and stacks the others."""
 
+    def one(total: PyTree, args: PyTree) -> tuple[PyTree, PyTree]:
+        new, others = function(*args)
+        return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, new), others
 
-def _all_epilogues(
-    model: ModelFunctions,
-    rest: Rest,
-    x: PyTree[Array],
-    kept: PyTree[Array],
-    batch: PyTree,
-    dtype: DTypeLike,
-) -> EpilogueGradients:
-    """The losses of all micro-batches, and the gradients of their mean."""
-    count = len(jax.tree.leaves(batch)[0])
-
-    def epilogue(
-        total: Rest, args: tuple[PyTree, PyTree, PyTree]
-    ) -> tuple[Rest, EpilogueGradients]:
-        one = model.pull_epilogue(rest, *args, dtype)
-        divisor = 1 if isinstance(one.loss, WeightedLoss) else count
-        mean = lambda tree: jax.tree.map(lambda g: g / divisor, tree)
-        total = jax.tree.map(
-            lambda s, g: s + g.astype(s.dtype) / divisor, total, one.by_rest
-        )
-        by = mean(one.by_output), mean(one.by_kept)
-        return total, EpilogueGradients(one.loss, one.metrics, {}, *by)
-
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), rest)
-    swapped = lambda tree: jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
-    total, every = lax.scan(epilogue, zeros, (x, swapped(kept), batch))
-    every = every._replace(by_rest=total, by_kept=swapped(every.by_kept))
-    if not isinstance(every.loss, WeightedLoss):
-        return every
-    weight = jnp.sum(every.loss.weight)
-    mean = lambda tree: jax.tree.map(lambda g: over(g, weight).astype(g.dtype), tree)
-    return every._replace(
-        by_rest=mean(every.by_rest),
-        by_output=mean(every.by_output),
-        by_kept=mean(every.by_kept),
-    )
-
-
-def _give_up_rest(
-    epilogue: EpilogueGradients,
-    stacks: list[Array],
-    rest: Rest,
-    reads: PyTree[bool],
-) -> tuple[EpilogueGradients, list[Array]]:
-    """Moves the epilogue's gradients to the host, where their parameters are.
-
-    The barrier puts the backward pass after the epilogue, so that the fetched
-    parameters are freed first. `reads` has the parameters that the epilogue reads; the
-    gradients by the others are zeros, and are computed where they are added.
-    """
-    reading = jax.tree.leaves(reads)
-    gradients, structure = jax.tree.flatten(epilogue.by_rest)
-    known, merge = select(gradients, reading)
-    known = host_like(known, select(jax.tree.leaves(rest), reading)[0])
-    known, by_output, by_kept, stacks = lax.optimization_barrier(
-        (known, epilogue.by_output, epilogue.by_kept, stacks)
-    )
-    by_rest = structure.unflatten(merge(known))
-    by = {"by_rest": by_rest, "by_output": by_output, "by_kept": by_kept}
-    return epilogue._replace(**by), stacks
-
-
-def _with_prefetched(
-    gradients: PyTree[Array], cts: PrologueGradients, prefetched: Prefetched
-) -> tuple[PyTree[Array], PrologueGradients, Prefetched]:
-    """Binds each prefetched matrix to the same matrix's gradient of this layer.
-
-    The transfer then overlaps the computation of the gradients. Frozen matrices are
-    bound to the gradients by the layer's input.
-    """
-    flat, structure = jax.tree.flatten(gradients)
-    frozen = {n: x for n, x in prefetched.items() if n >= len(flat)}
-    trained = {n: x for n, x in prefetched.items() if n < len(flat)}
-    for n, x in trained.items():
-        # The next layer's matrix is read from the stack before this layer's is written
-        # there. Otherwise XLA would copy the stack.
-        flat[n], trained[n] = lax.optimization_barrier((flat[n], x))
-    if frozen:
-        cts, frozen = lax.optimization_barrier((cts, frozen))
-    return structure.unflatten(flat), cts, trained | frozen
+    return lax.scan(one, start, args)

@@ -12,18 +12,17 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.clipping import (
     Clipping,
     GradientStats,
-    WorkspaceCarry,
     WorkspaceSink,
     gradient_dtypes,
 )
 from paged_optax.layerwise.forward import ModelFunctions, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
-from paged_optax.layerwise.overlap import BackwardOverlap
+from paged_optax.layerwise.overlap import Overlap
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.slices import LayerIndex, is_sliced
+from paged_optax.layerwise.slices import is_sliced
 from paged_optax.layerwise.step_arguments import known_shards
-from paged_optax.layerwise.sweep import BackwardPass
+from paged_optax.layerwise.sweep import BackwardPass, ForwardPass
 from paged_optax.layerwise.weights import Weights, host_like, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.step_skipping import IfFinite, wrapper_of
@@ -117,7 +116,7 @@ class TracedStep:
         shards = layered.of_layers(layered.shards)
         shards += known_shards((), trees[1], moments=False)
         layers, fixed = jax.tree.map(place, trees)
-        return Weights(layers, fixed, shards)
+        return Weights.create(layers, fixed, shards)
 
     def params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, in the memory that they came from."""
@@ -152,10 +151,11 @@ def update_at_once(
     """Updates each layer as soon as its gradients are computed."""
     clipping, partition, optimizer = step.clipping, step.partition, step.optimizer
     weights, measure = step.weights(), clipping.zero
-    backward = BackwardPass.after_forward(
-        *(step.model, weights, partition.rest, batch, gradient_dtypes(workspace)),
-        measure.square,
-        several=step.accumulate,
+    forward = ForwardPass.after_prologue(
+        step.model, weights, partition.rest, batch, step.accumulate
+    )
+    backward = BackwardPass.after_epilogue(
+        forward, *forward.run(), gradient_dtypes(workspace), measure.square
     )
     norm: Float[Array, ""] | None = None
     by_rest = backward.epilogue.by_rest
@@ -166,22 +166,13 @@ def update_at_once(
     layered = optimizer.layered
     leaves = partition.combine(weights.stacks, partition.others(by_rest))
     chunked = [leaves[n] for n in layered.chunked]
-    sink = WorkspaceSink(clipping, norm, chunked, weights.length)
-    small = layered.small_gradients()
-    start = WorkspaceCarry(clipping.zero, layered.moments, workspace, small)
-
-    def visit(
-        carry: WorkspaceCarry, i: LayerIndex, slices: list[Array], gradients: PyTree
-    ) -> tuple[WorkspaceCarry, list[Array]]:
-        carry = sink.store(carry, i, gradients)
-        by = sink.read(carry, i)
-        moments, new = optimizer.update_layer(carry.moments, slices, by, i)
-        return carry._replace(moments=moments), new
-
+    sink = WorkspaceSink(optimizer, clipping, norm, chunked)
+    start = sink.start(workspace)
     if step.overlaps:
-        carry, stacks, cts = BackwardOverlap(optimizer, backward, sink).run(start)
+        overlap = Overlap(optimizer, weights)
+        carry, stacks, cts = overlap.backward(backward, sink, start)
     else:
-        carry, stacks, cts = backward.run(visit, start)
+        carry, stacks, cts = backward.run(sink.visit, start)
     limit = norm
     if limit is None:
         by_rest = backward.rest_gradients(cts)

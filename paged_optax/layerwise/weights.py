@@ -5,6 +5,7 @@ parameters outside the layers and free them. Their gradients stay on the host du
 backward pass. Nothing writes frozen parameters: loops close over their stacks.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -17,7 +18,7 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.backend.types import on_one_device
+from paged_optax.backend.types import PyTreeDef, on_one_device
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.transfers import to_device, to_host
 from paged_optax.layerwise.parameters import stack_length
@@ -63,10 +64,28 @@ def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
 def host_like(tree: Tree, like: PyTree) -> Tree:
     """Moves to the host the leaves that are on the host in `like`."""
     return jax.tree.map(
-        lambda x, old: to_host(x, on_host(old) and not on_host(x)),
-        tree,
-        like,
+        lambda x, old: to_host(x, on_host(old) and not on_host(x)), tree, like
     )
+
+
+def bind_prefetched(
+    gradients: Tree, cts: Dependency, prefetched: Prefetched
+) -> tuple[Tree, Dependency, Prefetched]:
+    """Binds each prefetched matrix to the same matrix's gradient of this layer.
+
+    The transfer then overlaps the computation of the gradients. Frozen matrices are
+    bound to the gradients by the layer's input.
+    """
+    flat, structure = jax.tree.flatten(gradients)
+    frozen = {n: x for n, x in prefetched.items() if n >= len(flat)}
+    trained = {n: x for n, x in prefetched.items() if n < len(flat)}
+    for n, x in trained.items():
+        # The next layer's matrix is read from the stack before this layer's is written
+        # there. Otherwise XLA would copy the stack.
+        flat[n], trained[n] = lax.optimization_barrier((flat[n], x))
+    if frozen:
+        cts, frozen = lax.optimization_barrier((cts, frozen))
+    return structure.unflatten(flat), cts, trained | frozen
 
 
 def add_in_place(x: Array, update: Array) -> Array:
@@ -85,28 +104,34 @@ def add_in_place(x: Array, update: Array) -> Array:
     return lax.fori_loop(0, parts, body, update)
 
 
+@dataclasses.dataclass(frozen=True)
 class Weights:
     """The layers' parameters, stacked. The trained ones precede the frozen ones.
 
     Attributes:
       stacks: The trained stacks. Loops carry and write them.
       frozen: The frozen stacks. Loops close over them.
-      structure: The structure of the trained parameters.
+      structure: The structure of both trees.
       shards: The division of each stack over a mesh, or None.
     """
 
-    def __init__(
-        self,
+    stacks: list[Array]
+    frozen: list[Array]
+    structure: PyTreeDef
+    length: int
+    shards: Sequence[Shards | None]
+
+    @classmethod
+    def create(
+        cls,
         layers: PyTree[Array],
         frozen: PyTree[Array],
-        shards: Sequence[Shards | None] | None = None,
-    ):
-        self.stacks: list[Array]
-        self.stacks, self.structure = jax.tree.flatten(layers)
-        self.frozen: list[Array] = jax.tree.leaves(frozen)
-        self._both = jax.tree.structure((layers, frozen))
-        self.length = stack_length(layers)
-        self.shards = shards or [None] * self._both.num_leaves
+        shards: Sequence[Shards | None],
+    ) -> "Weights":
+        """Flattens the trained and the frozen layers."""
+        structure, length = jax.tree.structure((layers, frozen)), stack_length(layers)
+        leaves = jax.tree.leaves(layers), jax.tree.leaves(frozen)
+        return cls(*leaves, structure, length, shards)
 
     @property
     def prefetches(self) -> bool:
@@ -180,4 +205,4 @@ class Weights:
 
     def of(self, slices: Sequence[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         """The model's arguments: one layer's trained and frozen parameters."""
-        return jax.tree.unflatten(self._both, [x[0] for x in slices])
+        return jax.tree.unflatten(self.structure, [x[0] for x in slices])

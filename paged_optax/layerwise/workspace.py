@@ -13,10 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.text import keystr, matching_names, path_name
-from paged_optax.backend.validation import (
-    check_arrays,
-    parameter_dtype,
-)
+from paged_optax.backend.validation import check_arrays, parameter_dtype
 from paged_optax.layerwise.parameters import (
     Shaped,
     by_name,
@@ -228,21 +225,16 @@ class GradientWorkspace:
         Raises:
           ValueError: If the workspace is allocated for other parameters.
         """
-        layers, rest = self._allocated_for(params)
-        placed = jax.tree.map(placed_shape, layers)
-        empty = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
-        stored = lambda like, x: empty(like, x, is_sliced(x) and not self.on_device)
-        gradients = jax.tree.map(empty, placed, self.gradients)
-        host, pending = self.host, self.pending
-        if host is not None:
-            host = jax.tree.map(stored, placed, host)
-        if pending is not None:
-            shapes = jax.tree.map(placed_shape, rest)
-            stack = jax.tree.leaves(placed)[0]
-            pending = _nothing_pending(shapes, jax.tree.leaves(gradients), stack)
-        return dataclasses.replace(
-            self, gradients=gradients, host=host, pending=pending
+        layers, rest = jax.tree.map(placed_shape, self._allocated_for(params))
+        dtype = None if self.host is None else jax.tree.leaves(self.host)[0].dtype
+        new = GradientWorkspace.allocate(
+            layers,
+            host_dtype=None if self.on_device else dtype,
+            device_dtype=dtype if self.on_device else None,
+            rest=None if self.pending is None else rest,
         )
+        new = dataclasses.replace(new, accumulates=self.accumulates)
+        return jax.tree.map(lambda x, old: x.update(dtype=old.dtype), new, self)
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the layers' parameters, and the others."""
@@ -268,16 +260,13 @@ class GradientWorkspace:
         Raises:
           ValueError: If the sizes differ; the message names the leaf.
         """
-        layer = jax.tree.map(_slice_shape, layers)
+        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], jax.typeof(x).dtype)
+        layer = jax.tree.map(one, layers)
         _check_same("", self.gradients, layer, _ALLOCATE)
         if self.host is not None:
             _check_same(".host", self.host, layers, _ALLOCATE)
         if self.pending is not None:
             _check_same(".pending.rest", self.pending.rest, rest, _PASS_REST)
-
-
-def _slice_shape(x: Shaped) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:], jax.typeof(x).dtype)
 
 
 def _check_same(field: str, allocated: PyTree, model: PyTree, hint: str) -> None:
