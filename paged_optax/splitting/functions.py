@@ -115,22 +115,21 @@ class SplitFunctions:
             if not differ:
                 raise
             # A loss may accept any shapes: mention them only if it fails.
-            fails = f"loss fails with batch{differ[0]}"
-            if differ[0] not in old:
-                why = f"{fails}, which split_layers did not get."
-            elif differ[0] not in new:
-                why = (
-                    f"loss fails without batch{differ[0]}, which split_layers got."
-                    " State has the same place in each batch, and the loss returns all"
-                    " of it."
+            name = differ[0]
+            if name not in old:
+                how = f"with batch{name}, which split_layers did not get."
+            elif name not in new:
+                how = (
+                    f"without batch{name}, which split_layers got. State has the same"
+                    " place in each batch, and the loss returns all of it."
                 )
             else:
-                why = (
-                    f"{fails} of shape {new[differ[0]]}, and split_layers got"
-                    f" {old[differ[0]]}. Only with accumulate=True a step reads"
+                how = (
+                    f"with batch{name} of shape {new[name]}, and split_layers got"
+                    f" {old[name]}. Only with accumulate=True a step reads"
                     " micro-batches from the leading axis of each leaf."
                 )
-            raise ValueError(why) from error
+            raise ValueError(f"loss fails {how}") from error
         if jaxpr not in self.cache:
             self.cache[jaxpr] = self.loss.split(batch, self.split.layers)
         return self.cache[jaxpr]

@@ -47,10 +47,10 @@ def warn_of_lost_state(
         of_argument[name] = (1 << len(names)) - (1 << first)
     inputs = {*range(len(names)), *flat.constants}
     bits = {n: 1 << n for n in inputs}
-    kind = lambda x: (flat.avals[x].shape, flat.avals[x].dtype)
-    of_kind = collections.defaultdict[Hashable, _Bits](int)
+    of_type = collections.defaultdict[Hashable, _Bits](int)
     for n in inputs:
-        of_kind[kind(n)] |= bits[n]
+        of_type[flat.aval(n)] |= bits[n]
+    same_type = lambda values: _union(of_type[flat.aval(x)] for x in values)
     sources = dict(bits)
     get = lambda x: 0 if isinstance(x, Constant) else sources[x]
     renewed, draws = list[tuple[_Bits, int]](), list[tuple[_Bits, int]]()
@@ -62,12 +62,11 @@ def warn_of_lost_state(
         if e.traced is not None:
             draws += ((x, index) for x in _draws(e.traced, operands))
         if union & (union - 1):  # of several inputs
-            new = union & _union(of_kind[kind(x)] for x in e.outputs)
-            renewed.append((new, index))
+            renewed.append((union & same_type(e.outputs), index))
         elif e.primitive.name == "add" and used.isdisjoint(e.outputs):
-            counted |= union & _union(of_kind[kind(x)] for x in e.outputs)
+            counted |= union & same_type(e.outputs)
     outputs = used_values(flat.outputs)
-    new_values = (sources[x] & of_kind[kind(x)] & ~bits.get(x, 0) for x in outputs)
+    new_values = (sources[x] & same_type([x]) & ~bits.get(x, 0) for x in outputs)
     returned = _union(new_values)
     trained, params = _union(map(get, flat.outputs[:losses])), of_argument["params"]
     # An input that is returned as it is has not its new value.

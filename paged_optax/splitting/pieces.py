@@ -82,7 +82,7 @@ class Pieces:
     carried: Sequence[ShapedArray]  # the slots' shapes and dtypes
     # Arguments that differ between layers: an operand for each layer (None if the layer
     # needs none), or one operand with layers on its leading axis.
-    tables: Sequence[Sequence[Operand | None] | Operand]
+    tables: Sequence[Sequence[Operand | None]]
     # Shapes and dtypes of the values that each layer keeps.
     kept: Sequence[ShapedArray]
     # Values of layers that the epilogue reads, from the last carry or kept.
@@ -99,8 +99,7 @@ class Pieces:
     @functools.cached_property
     def before(self) -> NumberedProgram:
         """Computes the first layer's input, and the values that all layers read."""
-        tables = ([x] if isinstance(x, Operand) else x for x in self.tables)
-        rows = (x for table in tables for x in table)
+        rows = (x for table in self.tables for x in table)
         results = [x for x in (*self.initial, *self.seen, *rows) if x is not None]
         return self.flat.program(results, lambda x: x not in self.inside)
 
@@ -122,12 +121,7 @@ class Pieces:
             for operand, aval in zip(self.initial, self.carried, strict=True)
         ]
         seen = {str(value): jnp.asarray(values[value]) for value in self.seen}
-        tables = [
-            jnp.asarray(values[table])
-            if isinstance(table, Operand)
-            else self._table(table, values)
-            for table in self.tables
-        ]
+        tables = [self._table(table, values) for table in self.tables]
         return x, {"seen": seen, "tables": tables}
 
     def _table(
@@ -136,6 +130,8 @@ class Pieces:
         # Layers that need no row get any row, because rows are stacked.
         like = next(x for x in operands if x is not None)
         rows = [values[like if x is None else x] for x in operands]
+        if len(rows) == 1:
+            return jnp.asarray(rows[0])
         _, dtype = self.flat.aval(like)
         if any(isinstance(row, Array) for row in rows):
             return jnp.stack([_array(row, dtype) for row in rows])

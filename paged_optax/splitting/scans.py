@@ -315,7 +315,7 @@ def scanned_pieces(flat: Flat, layers: Candidate) -> Pieces:
         # A layerwise step rematerializes each layer anyway.
         body = Flat(called, derivatives=False)
     numbered = body.program(body.outputs)
-    tables: list[Operand] = []
+    tables: list[list[Operand]] = []
     members = {stack.leaves[0]: name for name, stack in layers.stacks.items()}
     roles: dict[int, Role] = {}  # of closed-over values, the carry, scanned slices
     stacks: dict[int, Whole] = {}
@@ -330,7 +330,7 @@ def scanned_pieces(flat: Flat, layers: Candidate) -> Pieces:
             roles[n] = Weight(members[wholes[x].leaf])
         else:
             roles[n] = FromTable(len(tables))
-            tables.append(x)
+            tables.append([x])
 
     def run(args: Sequence[ArrayLike]) -> list[Array]:
         values = {**body.constants, **dict(zip(roles, args, strict=True))}

@@ -81,10 +81,9 @@ def _kinds(kind_indices: Sequence[int]) -> str:
     return order if len(order) <= 40 else f"{order[:37]}..."
 
 
-def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, str]:
+def _row(flat: Flat, table: Sequence[Operand | None]) -> tuple[str, str]:
     """The type of a table's rows, and the bytes of all rows."""
-    operands = [table] if isinstance(table, Operand) else table
-    avals = [flat.avals[x] for x in operands if isinstance(x, int)]
+    avals = [flat.avals[x] for x in table if isinstance(x, int)]
     return (_types(avals[:1]) or "a number of the program"), _size(avals)
 
 
