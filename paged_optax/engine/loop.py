@@ -360,16 +360,18 @@ def update_leaves(
     *,
     leaf: LeafProgram,
     pages: Pages,
+    axes: frozenset[str] = frozenset(),
 ) -> list[Arrays]:
     """Updates leaves that share pages; `start`: see `Loop`.
 
-    An array that is given as a `ShapedArray` is new: it is allocated in its memory.
+    An array that is given as a `ShapedArray` is new: it is allocated in its memory, and
+    varies along `axes` and those of the other arrays.
     """
     arrays = [
         PagedArray.create(x, pages, codec, on_host(x), len(leaves))
         for x, codec in zip(leaves[0], leaf.codecs, strict=True)
     ]
-    axes = varying_axes(leaves)
+    axes |= varying_axes(leaves)
     buffers = [
         tuple([array.open(x, axes) for x in (xs if array.paged else xs[:1])])
         for array, xs in zip(arrays, zip(*leaves, strict=True), strict=True)

@@ -100,7 +100,7 @@ def _stream_on_mesh(
 
 
 @functools.partial(
-    jax.jit, static_argnames="program geometry dtype codec host shards".split()
+    jax.jit, static_argnames="program geometry dtype codec host shards axes".split()
 )
 def fill(
     arrays: tuple[Array, ...],
@@ -112,11 +112,12 @@ def fill(
     codec: Codec | None = None,
     host: bool = True,
     shards: Shards | None = None,
+    axes: frozenset[str] = frozenset(),
 ) -> Stored:
     """Makes one leaf, page by page, so that it never exists on the device.
 
-    The program's only result is the leaf, computed in `dtype`. Over a mesh each
-    device makes its own shard.
+    The program's only result is the leaf, computed in `dtype`. Within a `jax.shard_map`
+    the leaf varies along `axes`. Over a mesh each device makes its own shard.
     """
     types = lambda shape: jax.ShapeDtypeStruct(shape, dtype)
     codecs = (*[None] * len(arrays), codec)
@@ -125,7 +126,7 @@ def fill(
     def run(pages: Pages, leaves: Sequence[Arrays], *remaining: PyTree) -> list[Arrays]:
         new = typed((codec.stored if codec else types)(pages.leaf), host)
         leaves = [(*arrays, new) for arrays in leaves]
-        return update_leaves(leaves, *remaining, leaf=leaf, pages=pages)
+        return update_leaves(leaves, *remaining, leaf=leaf, pages=pages, axes=axes)
 
     fill_pages = _by_backend(run, geometry)
     words = (random_bits,)

@@ -39,6 +39,7 @@ from paged_optax.backend.types import (
     is_committed,
     is_traced,
     typed_automatic,
+    varying_axes,
     with_automatic_axes,
     without_explicit_axes,
 )
@@ -256,6 +257,7 @@ class NewState:
             codec=codec,
             host=not on_device,
             shards=stored.shards,
+            axes=varying_axes(leaf.avals),
         )
         return [new]
 

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import re
-import zlib
 
 import jax
 import pytest
@@ -62,13 +61,18 @@ def beside(monkeypatch):
     values, right = {}, processes.compare
 
     class Store:
-        def key_value_set_bytes(self, key, value):
-            values["all"] = value
+        def key_value_set(self, key, value):
+            values[key.split("/", 2)[2]] = value
 
-        def blocking_key_value_get_bytes(self, key, timeout_in_ms):
-            if (name := key.split("/")[-1]) not in values:
+        def blocking_key_value_get(self, key, timeout_in_ms):
+            return values[key.split("/", 2)[2]]
+
+        def key_value_dir_get(self, key):
+            return [x for x in values.items() if x[0].startswith(key.split("/", 2)[2])]
+
+        def wait_at_barrier(self, key, timeout_in_ms):
+            if "values/0" not in values:
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-            return values[name]
 
     def call(function, *arguments, comes):
         def compare(what, given, once):
@@ -77,13 +81,15 @@ def beside(monkeypatch):
             }
             first = {"the call": what, **said, "page_size": "1"}
             if comes:
-                values["0"] = b"=" + zlib.compress(json.dumps(first).encode())
+                values["values/0"] = json.dumps(first)
+                values["fingerprints/0"] = "another"
             right(what, given, once)
 
         with monkeypatch.context() as patched:
             patched.setattr(processes, "PATIENCE", 0.1)
             patched.setattr(processes, "store_of_processes", Store)
             patched.setattr(jax, "process_index", lambda: 1)
+            patched.setattr(jax, "process_count", lambda: 2)
             module = "paged_optax.transform.init"
             patched.setattr(f"{module}.spans_processes", lambda tree: True)
             patched.setattr(f"{module}.compare", compare)
