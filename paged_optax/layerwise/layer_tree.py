@@ -170,10 +170,9 @@ class LayerTree:
                 if isinstance(member, int):
                     leaves[member] = item(member, entry)
                     continue
-                present = (True,) * len(member)
-                if isinstance(entry, SomeLayers):
-                    entry, present = entry.stack, entry.present
-                arrays, inner = jax.tree.flatten(entry)
+                every = (True,) * len(member)
+                present = entry.present if isinstance(entry, SomeLayers) else every
+                arrays, inner = jax.tree.flatten(stack_of(entry))
                 by_layer = zip(*map(apart, arrays), strict=True) if arrays else ()
                 layers = [inner.unflatten(x) for x in by_layer] or [entry] * len(member)
                 for n, x, there in zip(member, layers, present, strict=True):

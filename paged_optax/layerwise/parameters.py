@@ -170,9 +170,7 @@ def place_on_host(x: Shaped) -> Array | jax.ShapeDtypeStruct:
         return x
     if not isinstance(x, jax.ShapeDtypeStruct) and not is_committed(x):
         return jax.device_put(x, HOST)  # on the current mesh, if there is one
-    sharding = typed_by_memory(
-        x.sharding or SingleDeviceSharding(jax.devices()[0])
-    ).with_memory_kind(PINNED_HOST)
+    sharding = placed_shape(x).sharding.with_memory_kind(PINNED_HOST)
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     return jax.device_put(x, sharding)

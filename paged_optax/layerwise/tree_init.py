@@ -1,6 +1,5 @@
 """Initializes the state of a transformation for stacked parameters."""
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -14,9 +13,9 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat, trace
 from paged_optax.backend.flax_variables import as_pure
-from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, is_traced
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.layerwise.layer_tree import (
     LayerNumbers,
     LayerTree,
@@ -33,7 +32,7 @@ from paged_optax.layerwise.same_updates import (
     computations,
 )
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
-from paged_optax.layerwise.weights import host_like, on_device
+from paged_optax.layerwise.weights import on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.context import known_shardings, within
@@ -90,14 +89,12 @@ def init_stacked(
         # On a mesh of explicit axes a result without arguments would have no devices.
         run = jax.jit(new_leaves, static_argnums=0, keep_unused=True)
         write = jax.jit(write_slice, donate_argnums=0)
-        # Alone, a vector that is paged with the layers' would stay on the device.
-        state = {n: host_like(x, like[n]) for n, x in run(None, leaves, 0).items()}
-        zeros = functools.partial(_zeros, is_traced(leaves))
+        state = run(None, leaves, 0)
         for i, place in enumerate(same):
             put = lambda stack, x, i=i: write(stack, on_device(x)[None], i)
             for n, x in run(place, leaves, i).items():
                 if n not in state:
-                    state[n] = jax.tree.map(zeros, stack_of(like[n]))
+                    state[n] = jax.tree.map(_zeros, stack_of(like[n]))
                 state[n] = jax.tree.map(put, state[n], x)
             jax.block_until_ready(state)
     pairs = ((x, state[n]) for n, x in enumerate(like))
@@ -144,12 +141,11 @@ def _shape(x: ArrayOrShape, stacked: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[first:], x.dtype, sharding=sharding)
 
 
-def _zeros(traced: bool, like: jax.ShapeDtypeStruct) -> Array:
+def _zeros(like: jax.ShapeDtypeStruct) -> Array:
     """Zeros with the placement of `like`."""
-    if on_host(like) and not traced:
+    if on_host(like):
         # NumPy's zeros take no memory before they are read.
         return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
-    divided = isinstance(like.sharding, NamedSharding) and not traced
+    divided = isinstance(like.sharding, NamedSharding)
     device = like.sharding if divided else None
-    zeros = jnp.zeros(like.shape, like.dtype, device=device)
-    return jax.device_put(zeros, HOST) if on_host(like) else zeros
+    return jnp.zeros(like.shape, like.dtype, device=device)

@@ -148,18 +148,15 @@ class TreeUpdate:
     ) -> Updated:
         """Updates all layers of one kind with `jax.vmap`."""
         numbers = np.asarray(layers, np.int32)
-        items = zip(self.layered.state, self.layered.param_indices, strict=True)
-        # Counts, rates and coefficients, which belong to no parameter.
-        shared = {k: x for k, (x, n) in enumerate(items) if n is None}
-        shared = jax.tree.map(on_device, shared)
+        shared = jax.tree.map(on_device, self.layered.shared)
         trees = updates, state, params
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)
-        run = functools.partial(self._updated, layers[0])
 
         def one(i: Array, trees: PyTree) -> PyTree:
             updates, state, params = jax.tree.map(lambda x: x[None], trees)
-            new_params, new_state = run(i, updates, shared | state, params)
+            args = i, updates, shared | state, params
+            new_params, new_state = self._updated(layers[0], *args)
             # The updates of shared leaves are not used.
             new = new_params, {k: new_state[k] for k in state}
             return jax.tree.map(lambda x: x[0], new)
