@@ -189,15 +189,24 @@ class Case:
         return contextlib.nullcontext()
 
     def backward(self, split: Any) -> None:
-        """Raises unless another order of the layers is refused."""
+        """Raises unless another order of the layers is refused, or computed.
+
+        It is computed where the parts of one block are the layers that were found, and
+        keep their order.
+        """
         params, frozen = self.model.params(0)
         stacked = () if frozen is None else (split.stack_frozen(frozen),)
+        given = () if frozen is None else (frozen,)
         batch = self._last(self.one(), jnp.ones(()))
         try:
-            jax.eval_shape(split.loss, split.stack(params), *stacked, batch)
+            found = split.loss(split.stack(params), *stacked, batch)
         except ValueError:
             return
-        raise AssertionError("another order of the layers is taken for the first one")
+        wanted = self.model.loss(params, *given, batch)
+        wanted, found = (_parted(x)[::2] for x in (wanted, found))
+        self.compare("another order", wanted, found, self.tolerance)
+        if self.found:
+            raise AssertionError("another order of the layers is taken for the first")
 
     def mean(
         self, loss: Callable[..., Any], params: Any, frozen: Any, batch: Any
