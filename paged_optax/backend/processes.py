@@ -9,6 +9,7 @@ traced.
 import hashlib
 import itertools
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,11 +71,18 @@ def _error(store: Any, key: str, local: str) -> str:
     process, fingerprint = jax.process_index(), hashlib.sha256(local.encode())
     store.key_value_set(f"{key}/values/{process}", local)
     store.key_value_set(f"{key}/fingerprints/{process}", fingerprint.hexdigest())
-    late, milliseconds = "", int(1000 * PATIENCE)
-    try:
-        store.wait_at_barrier(key, milliseconds)
-    except jax.errors.JaxRuntimeError as error:
-        late = str(error)
+    late, milliseconds = list[str](), int(1000 * PATIENCE)
+
+    def wait() -> None:
+        try:
+            store.wait_at_barrier(key, milliseconds)
+        except jax.errors.JaxRuntimeError as error:
+            late.append(str(error))
+
+    # Python handles interrupts while it waits for a thread, and not within the client.
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join()
     entries = store.key_value_dir_get(f"{key}/fingerprints")
     found = {name.rpartition("/")[2]: value for name, value in entries}
     for i in range(jax.process_count()):
@@ -88,7 +96,7 @@ def _error(store: Any, key: str, local: str) -> str:
                 f"{key}/values/{i}", milliseconds
             )
             return _difference(json.loads(read(0)), json.loads(read(i)), i)
-    return late
+    return "".join(late)
 
 
 def _difference(one: dict[str, str], other: dict[str, str], process: int) -> str:

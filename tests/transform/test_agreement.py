@@ -1,7 +1,10 @@
 """What processes say to each other, played by threads. Real ones: test_processes.py."""
 
 import collections
+import os
+import signal
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -168,3 +171,13 @@ def test_the_coordinator_is_where_jax_has_it():
         "wait_at_barrier",
     ):
         assert callable(getattr(client, name))
+
+
+def test_an_interrupt_while_others_are_awaited(monkeypatch):
+    """It ends the wait at once, and not when patience does."""
+    monkeypatch.setattr(processes, "store_of_processes", lambda: Store(2))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        says(interrupted=1)()
+    assert time.monotonic() - begun < 100 < processes.PATIENCE
