@@ -48,15 +48,12 @@ class TreeUpdate:
     """Updates one layer, or the parameters outside the layers.
 
     Attributes:
-      tree: The loss's own tree.
       layered: The parameters and the state, stacked.
       state_structure: The structure of the own state.
       state_members: For each leaf of the stacked state, its leaves in the own state.
-      same: The kinds of layers.
+      same: The transformation, the own tree, and the kinds of its layers.
     """
 
-    tx: optax.GradientTransformationExtraArgs
-    tree: LayerTree
     layered: LayeredState
     state_structure: PyTreeDef
     state_members: Sequence[Members]
@@ -91,7 +88,7 @@ class TreeUpdate:
             sliced = [n for n, flag in enumerate(layered.sliced) if flag]
             same.check_complete(layered, sliced)
             layered.check_same_stacks()
-        return cls(tx, tree, layered, structure, members, same)
+        return cls(layered, structure, members, same)
 
     @functools.cached_property
     def by_kind(self) -> list[list[int]]:
@@ -123,7 +120,7 @@ class TreeUpdate:
         add: Add = optax.apply_updates,
     ) -> Updated:
         """Updates parameters outside the layers, and whole stacks of small leaves."""
-        members, _ = self.tree.stacked
+        members, _ = self.same.tree.stacked
         trees = (updates, members), (state, self.state_members), (params, members)
         remaining, small = (
             [
@@ -173,8 +170,8 @@ class TreeUpdate:
         add: Add = optax.apply_updates,
     ) -> Updated:
         """Updates layer i in place of layer `place`, or the rest if that is None."""
-        members, _ = self.tree.stacked
-        layered, structure = self.layered, self.tree.structure
+        members, _ = self.same.tree.stacked
+        layered, structure = self.layered, self.same.tree.structure
         fill = functools.partial(self._filled, place, functools.cache(jnp.zeros))
         tree_params = fill(members, params, layered.params)
         gradients = structure.unflatten(fill(members, updates, layered.params))
@@ -189,7 +186,7 @@ class TreeUpdate:
                 spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])
                 places[in_place(m)] = NamedSharding(shards.mesh, spec)
         with within(layer=i), known_shardings(tree_params, places):
-            changes, new_state = self.tx.update(
+            changes, new_state = self.same.tx.update(
                 gradients, moments, structure.unflatten(tree_params)
             )
         tree_changes = structure.flatten_up_to(changes)
