@@ -104,9 +104,9 @@ def sharding_list(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
 
 def placed_types(leaves: Iterable[Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of the leaves that JAX does not move, by name."""
-    place = lambda x: typed_by_memory(x.sharding) if on_host(x) else x.sharding
+    typed = lambda x: typed_by_memory(x.sharding) if on_host(x) else x.sharding
     return {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed(x))
         for _, name, x in leaves
         if is_placed(x) or on_host(x)
     }
@@ -149,14 +149,14 @@ def divide_like(
         jax.tree.structure(tree),
         [(x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(tree))],
     )
-    left = [(types(value), places) for value, places in donated if any(places)]
+    left = [(types(value), shardings) for value, shardings in donated if any(shardings)]
 
     def divide(result: PyTree) -> PyTree:
-        for n, (like, places) in enumerate(left):
+        for n, (like, shardings) in enumerate(left):
             if like == types(result):
                 del left[n]  # each donated argument gives its sharding to one result
                 leaves, structure = jax.tree.flatten(result)
-                return jax.tree.unflatten(structure, map(_divide, leaves, places))
+                return jax.tree.unflatten(structure, map(_divide, leaves, shardings))
         return result
 
     if type(results) in (tuple, list):
@@ -164,15 +164,15 @@ def divide_like(
     return divide(results)
 
 
-def _divide(x: PyTree, place: Sharding | None) -> PyTree:
-    if not isinstance(place, NamedSharding):
+def _divide(x: PyTree, sharding: Sharding | None) -> PyTree:
+    if not isinstance(sharding, NamedSharding):
         return x
-    if is_explicit(place):
-        same = jax.typeof(x).sharding.spec == place.spec
-        return x if same else jax.sharding.reshard(x, place)
+    if is_explicit(sharding):
+        same = jax.typeof(x).sharding.spec == sharding.spec
+        return x if same else jax.sharding.reshard(x, sharding)
     if on_host(x):
-        return jax.device_put(x, place)
-    return lax.with_sharding_constraint(x, NamedSharding(place.mesh, place.spec))
+        return jax.device_put(x, sharding)
+    return lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, sharding.spec))
 
 
 def local_device(shardings: Iterable[Sharding]) -> Device:
@@ -217,12 +217,12 @@ def commit_donated(
         if leaf.key not in donated or is_placed(x):
             return x
         before = _host_type(leaf, types)
-        place = sharding if before is None else before.sharding
-        if place is None:
+        target = sharding if before is None else before.sharding
+        if target is None:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
-            return x.update(sharding=place)
-        return jax.device_put(x, place)  # copies nothing that is there already
+            return x.update(sharding=target)
+        return jax.device_put(x, target)  # copies nothing that is there already
 
     structure = jax.tree.structure((args, kwargs))
     return jax.tree.unflatten(structure, map(commit, leaves))
@@ -243,12 +243,12 @@ def check_donations(
     kinds = [sharding.memory_kind or memory_kinds()[0] for sharding in outputs]
     reused = {n: kinds[out] for n, out in aliases(compiled.as_text() or "").items()}
     # None for an argument that nothing uses: JAX leaves it out of the program.
-    places = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     lost, index = [], 0
-    for (key, name, x), place in zip(leaves, places, strict=True):
+    for (key, name, x), sharding in zip(leaves, shardings, strict=True):
         # No result in host memory can reuse a buffer of the device, nor vice versa.
-        is_reused = place is not None and reused.get(index) == memory_kind(x)
-        index += place is not None
+        is_reused = sharding is not None and reused.get(index) == memory_kind(x)
+        index += sharding is not None
         aval = jax.typeof(x)
         # A Python number has no buffer to lose, nor the weakly typed array of one.
         has_buffer = aval.size and not (aval.weak_type and aval.ndim == 0)

@@ -113,8 +113,10 @@ def _checked(leaves: Sequence[PyTree]) -> Generator[None]:
 
 def _divided(leaves: Sequence[PyTree]) -> contextlib.AbstractContextManager[None]:
     """Has JAX trace by the arguments' shardings, if any is on several devices."""
-    places = sharding_list(leaves)
-    return within(places=places) if places else contextlib.nullcontext()
+    shardings = sharding_list(leaves)
+    if not shardings:
+        return contextlib.nullcontext()
+    return within(argument_shardings=shardings)
 
 
 class Step:
@@ -256,7 +258,7 @@ class Step:
         """Traces the step, with its donated buffers kept and its results divided."""
         leaves = argument_leaves(args, kwargs)
         values = [x.value for x in leaves]
-        places = current().places or (None,) * len(leaves)
+        shardings = current().argument_shardings or (None,) * len(leaves)
         if is_donating := any(x.key in self._donated for x in leaves):
             # A donated buffer that nothing reads stays in the program by a barrier,
             # which XLA removes. With `keep_unused` jax 0.11.2 to 0.12.0.1 keep the
@@ -267,17 +269,17 @@ class Step:
                 values[n] = x
         # Tracers of automatic axes have no sharding: an update reads it from the
         # context.
-        with within(places=()), known_shardings(values, places):
+        with within(argument_shardings=()), known_shardings(values, shardings):
             structure = jax.tree.structure((args, kwargs))
             new_args, new_kwargs = jax.tree.unflatten(structure, values)
             results = self._step(*new_args, **new_kwargs)
         if not is_donating:
             return results
-        places_of = lambda key: [
-            place for place, x in zip(places, leaves, strict=True) if x.key == key
+        given = [
+            (value, [shardings[n] for n, x in enumerate(leaves) if x.key == key])
+            for key, value in self._donated.select(args, kwargs).items()
         ]
-        given = self._donated.select(args, kwargs).items()
-        results = divide_like(results, [(x, places_of(key)) for key, x in given])
+        results = divide_like(results, given)
         # JAX pairs donated arguments with results of any memory.
         return donate_within_memory(results)
 

@@ -123,7 +123,7 @@ class Overlap:
         state, (gradients, cts) = self._wait(-1, state, results)
         carry, cts, state, loaded = over_layers(
             last,
-            functools.partial(self._backward_turn, backward, sink, vectors),
+            functools.partial(self._backward_body, backward, sink, vectors),
             (sink.store(start, last, gradients), cts, state, loaded),
             backward=True,
             prefetches=weights.prefetches,
@@ -134,7 +134,7 @@ class Overlap:
         state = self._update_all(state, update)
         return carry._replace(moments=state.moments), state.stacks, cts
 
-    def _backward_turn(
+    def _backward_body(
         self,
         backward: BackwardPass,
         sink: WorkspaceSink,
@@ -165,11 +165,9 @@ class Overlap:
         # The first layer is updated before any layer runs forward.
         update = functools.partial(self._update, 0, 1, None, {}, [])
         state = self._update_all(state, update)
-        turn, carry = (
-            functools.partial(self._forward_turn, forward),
-            (activations, state),
-        )
-        carry = over_layers(last, turn, carry, prefetches=True, makes_room=True)
+        body = functools.partial(self._forward_body, forward)
+        carry = activations, state
+        carry = over_layers(last, body, carry, prefetches=True, makes_room=True)
         activations, state = carry
         # Nothing is left to update during the forward pass of the last layer.
         i = jnp.int32(last)
@@ -178,7 +176,7 @@ class Overlap:
         stacks, chunked = state.stacks[: len(trained)], state.stacks[len(trained) :]
         return activations, stacks, state.moments, chunked
 
-    def _forward_turn(
+    def _forward_body(
         self,
         forward: ForwardPass,
         i: LayerIndex,

@@ -63,14 +63,14 @@ def ask(
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
         leaves = jax.tree.leaves(shapes)
-        places: list[Sharding | None] = [None] * len(leaves)
+        shardings: list[Sharding | None] = [None] * len(leaves)
         if tree is None or not tree.length:
             # On explicit axes an encoded moment has its parameter's sharding, which is
             # not in the traced shapes.
             stacks = params if tree is None else tree.unstack(params, list)
             types = [jax.typeof(x).sharding for x in jax.tree.leaves(stacks)]
-            places = [x if is_explicit(x) else None for x in types]
-        with known_shardings(leaves, places):
+            shardings = [x if is_explicit(x) else None for x in types]
+        with known_shardings(leaves, shardings):
             return tx.update(updates, state, shapes)
 
     def layer_types(stack: Array) -> list[jax.ShapeDtypeStruct]:

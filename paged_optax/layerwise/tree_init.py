@@ -68,14 +68,14 @@ def init_stacked(
         )
 
         def new_leaves(
-            place: int | None, leaves: Sequence[Array], i: LayerIndex
+            index: int | None, leaves: Sequence[Array], i: LayerIndex
         ) -> dict[int, PyTree]:
-            """Initializes layer i in place of layer `place`; None: the other leaves.
+            """Initializes layer i in place of layer `index`; None: the other leaves.
 
             Masks and labels read the whole tree. XLA removes its other leaves.
             """
-            given = {k: leaves[n] for n, k in _in_layer(members, place).items()}
-            read = on_device if place is None else lambda x: read_slice(x, i)[0]
+            given = {k: leaves[n] for n, k in _in_layer(members, index).items()}
+            read = on_device if index is None else lambda x: read_slice(x, i)[0]
             full = [
                 read(given[k]) if k in given else jnp.zeros(x.shape, x.dtype)
                 for k, x in enumerate(shapes)
@@ -83,16 +83,16 @@ def init_stacked(
             with known_shardings(full, [x.sharding for x in shapes]):
                 state = tx.init(tree.structure.unflatten(full))
             new = jax.tree.leaves(as_pure(state), is_leaf=is_quantized)
-            return {n: new[k] for n, k in _in_layer(numbers, place).items()}
+            return {n: new[k] for n, k in _in_layer(numbers, index).items()}
 
         like, structure = jax.tree.flatten(types, is_leaf=is_stored)
         # On a mesh of explicit axes a result without arguments would have no devices.
         run = jax.jit(new_leaves, static_argnums=0, keep_unused=True)
         write = jax.jit(write_slice, donate_argnums=0)
         state = run(None, leaves, 0)
-        for i, place in enumerate(same):
+        for i, index in enumerate(same):
             put = lambda stack, x, i=i: write(stack, on_device(x)[None], i)
-            for n, x in run(place, leaves, i).items():
+            for n, x in run(index, leaves, i).items():
                 if n not in state:
                     state[n] = jax.tree.map(_zeros, stack_of(like[n]))
                 state[n] = jax.tree.map(put, state[n], x)

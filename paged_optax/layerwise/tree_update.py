@@ -179,13 +179,13 @@ class TreeUpdate:
         moments = self.state_structure.unflatten(moments)
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         # A slice is divided as its stack is, which its type does not have.
-        places: list[NamedSharding | None] = [None] * len(tree_params)
+        shardings: list[NamedSharding | None] = [None] * len(tree_params)
         for n in params:
             m, shards = members[n], layered.moment_shards[n]
             if i is not None and shards is not None:
                 spec = PartitionSpec(*shards.spec[not isinstance(m, int) :])
-                places[in_place(m)] = NamedSharding(shards.mesh, spec)
-        with within(layer=i), known_shardings(tree_params, places):
+                shardings[in_place(m)] = NamedSharding(shards.mesh, spec)
+        with within(layer=i), known_shardings(tree_params, shardings):
             changes, new_state = self.same.tx.update(
                 gradients, moments, structure.unflatten(tree_params)
             )

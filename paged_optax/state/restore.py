@@ -232,19 +232,19 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
 def placed_as(target: PyTree[jax.ShapeDtypeStruct], state: PyTree) -> PyTree:
     """Places a state's arrays as `target` states; see `place_state`."""
     check_arrays("state", state)
-    places = _by_name(target)
+    targets = _by_name(target)
     # A restore without a target makes `{"value": array}` of one of Flax's variables.
     arrays = {
-        name[:-1] if name[-1:] == ("value",) and name not in places else name: x
+        name[:-1] if name[-1:] == ("value",) and name not in targets else name: x
         for name, x in _by_name(state).items()
     }
-    for name in places:
+    for name in targets:
         before = (*name[:-1], "codes")  # as saved before containers named the codec
         if name not in arrays and before in arrays and is_codes_field(name[-1]):
             arrays[name] = arrays.pop(before)
-    for name in [*places, *arrays]:
-        _check_equal(name, arrays, places)
-    placed = map(_placed, (arrays[name] for name in places), jax.tree.leaves(target))
+    for name in [*targets, *arrays]:
+        _check_equal(name, arrays, targets)
+    placed = map(_placed, (arrays[name] for name in targets), jax.tree.leaves(target))
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
     return unflatten_like(state if same else target, [*placed])
 
@@ -254,9 +254,9 @@ def _by_name(state: PyTree) -> dict[tuple[str, ...], ArrayOrShape]:
     return {key_names(path): x for path, x in flat}
 
 
-def _check_equal(name: tuple[str, ...], arrays: _ByName, places: _ByName) -> None:
+def _check_equal(name: tuple[str, ...], arrays: _ByName, targets: _ByName) -> None:
     array, place = (
-        dtype_and_shape(x[name]) if name in x else None for x in (arrays, places)
+        dtype_and_shape(x[name]) if name in x else None for x in (arrays, targets)
     )
     if array != place:
         raise ValueError(

@@ -80,7 +80,7 @@ class TraceContext:
     visitor: Visitor | None = None
     # The shardings of the leaves of a step's arguments, for its trace; None for a leaf
     # on one device. Empty if all are.
-    places: tuple[Sharding | None, ...] = ()
+    argument_shardings: tuple[Sharding | None, ...] = ()
     # Shardings of a traced step's arguments, by the `id` of their tracers, with
     # explicit axes that were made automatic. It is no part of JAX's keys: these tracers
     # occur only in the step's own trace and in its analysis, which are not cached.
@@ -124,11 +124,11 @@ def without() -> contextlib.AbstractContextManager[None]:
 
 
 def known_shardings(
-    tracers: Sequence[object], places: Sequence[Sharding | None]
+    tracers: Sequence[object], shardings: Sequence[Sharding | None]
 ) -> contextlib.AbstractContextManager[None]:
     """Adds shardings of arrays whose types do not have them; None: unknown."""
-    pairs = zip(tracers, places, strict=True)
-    known = {id(tracer): place for tracer, place in pairs if place is not None}
+    pairs = zip(tracers, shardings, strict=True)
+    known = {id(tracer): sharding for tracer, sharding in pairs if sharding is not None}
     return within(shardings={**current().shardings, **known})
 
 

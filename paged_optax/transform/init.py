@@ -123,7 +123,7 @@ class NewState:
     params: optax.Params
     layout: StateLayout
     # For each parameter the sharding of its moments, if they are divided apart from it.
-    places: Sequence[NamedSharding | None]
+    shardings: Sequence[NamedSharding | None]
     on_device: list[bool]  # for each leaf whether it is on the device
     refused: Mapping[int, str]  # reason why a leaf cannot be sliced in host memory
     analysis: Analysis
@@ -134,13 +134,13 @@ class NewState:
         cls,
         paged: PagedTransformation,
         params: optax.Params,
-        places: Sequence[NamedSharding | None],
+        shardings: Sequence[NamedSharding | None],
     ) -> "NewState":
         """Traces `inner.init`, and chooses the leaves that stay on the device."""
         paths, leaves = leaf_paths(params)
         shards = [
-            Shards.create(place, x.shape) or paged.known.find(path, x)
-            for place, path, x in zip(places, paths, leaves, strict=True)
+            Shards.create(sharding, x.shape) or paged.known.find(path, x)
+            for sharding, path, x in zip(shardings, paths, leaves, strict=True)
         ]
         closed, shapes = trace(paged.inner.init, params)
         check_effects(closed)
@@ -168,7 +168,7 @@ class NewState:
             on_device = [x or stay or i in refused for i, x in enumerate(on_device)]
         unowned = [None] * len(leaves), [None] * len(on_device)
         traced = analyse(closed, *unowned, str)
-        new = cls(paged, params, layout, places, on_device, refused, *traced)
+        new = cls(paged, params, layout, shardings, on_device, refused, *traced)
         if current().visitor is None:
             new.warn()
         return new
@@ -190,12 +190,12 @@ class NewState:
         for path, leaf in zip(paths, self.layout.leaves, strict=True):
             if leaf.param_index is None or leaf.aval.size < 2:
                 continue
-            place, shape = self.places[leaf.param_index], leaf.aval.shape
-            if place is not None and len(shape) < ranks[leaf.param_index]:
+            sharding, shape = self.shardings[leaf.param_index], leaf.aval.shape
+            if sharding is not None and len(shape) < ranks[leaf.param_index]:
                 warn_user(
                     f"state{keystr(path)} of shape {shape} has other axes than its"
-                    f" parameter, whose optimizer_sharding divides by {place.spec}: it"
-                    " is on all devices, whole."
+                    " parameter, whose optimizer_sharding divides by"
+                    f" {sharding.spec}: it is on all devices, whole."
                 )
                 break
 
@@ -204,8 +204,8 @@ class NewState:
     ) -> Sequence[Parameter]:
         """Returns parameters, or types with the sharding of their moments."""
         return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) if place else x
-            for x, place in zip(parameters, self.places, strict=True)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if sharding else x
+            for x, sharding in zip(parameters, self.shardings, strict=True)
         ]
 
     def arrays(self, parameters: Sequence[Parameter]) -> list[StoredOrShape]:
@@ -240,9 +240,11 @@ class NewState:
             return [zeros if on_device else jax.device_put(zeros, HOST)]
         # Page by page: 8 bytes a parameter must never exist on the device, not even for
         # a moment.
-        place = None if stored.param_index is None else self.places[stored.param_index]
-        if place is not None and not is_traced(inputs):
-            divide = lambda x: jax.device_put(x, place)
+        sharding = (
+            None if stored.param_index is None else self.shardings[stored.param_index]
+        )
+        if sharding is not None and not is_traced(inputs):
+            divide = lambda x: jax.device_put(x, sharding)
             inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
         if stored.shards is None and not is_traced(inputs):
             # Pages are written into a buffer whose type names no mesh.
@@ -315,8 +317,10 @@ def tied(state: PyTree, parameters: Sequence[object]) -> PyTree:
     if is_traced((leaves, parameters)):
         return state
     tying = [*filter(is_committed, parameters), *filter(on_host, leaves)]
-    place = replicated_sharding(tying)
-    if place is None or any(x.sharding.device_set != place.device_set for x in tying):
+    sharding = replicated_sharding(tying)
+    if sharding is None or any(
+        x.sharding.device_set != sharding.device_set for x in tying
+    ):
         return state
-    tie = lambda x: x if is_committed(x) else jax.device_put(x, place)
+    tie = lambda x: x if is_committed(x) else jax.device_put(x, sharding)
     return jax.tree.map(tie, state)

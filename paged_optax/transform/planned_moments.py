@@ -95,12 +95,12 @@ def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
         mesh.axis_sizes, mesh.axis_names, axis_types=types(mesh)
     )
     shards = map(Shards.of_array, leaves)
-    places = [x and NamedSharding(explicit(x.mesh), x.spec) for x in shards]
+    divided = [x and NamedSharding(explicit(x.mesh), x.spec) for x in shards]
     typed = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-        for x, place in zip(leaves, places, strict=True)
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(leaves, divided, strict=True)
     ]
-    mesh = next((x.mesh for x in places if x is not None), None)
+    mesh = next((x.mesh for x in divided if x is not None), None)
     with contextlib.ExitStack() as stack:
         if isinstance(mesh, AbstractMesh):
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
