@@ -57,16 +57,16 @@ from paged_optax.transform.context import current, known_shardings, within
 _Compiled = tuple[Wrapped, Compiled]
 
 
-def compile_overlapping(compile: Callable[..., _Compiled], device: Any) -> _Compiled:
+def compile_overlapping(build: Callable[..., _Compiled], device: Any) -> _Compiled:
     """Compiles a program so that its transfers overlap with products.
 
     XLA's scheduler then keeps more buffers alive. It is left out if the program takes
     more memory than the device has, and so are options that this XLA does not have.
-    `compile` takes them by name; `device` is None if nothing is transferred.
+    `build` takes them by name; `device` is None if nothing is transferred.
     """
     options = overlap_options(device)
     try:
-        jitted, compiled = compile(**options)
+        jitted, compiled = build(**options)
     except jax.errors.JaxRuntimeError as error:
         if not options or "No such compile option" not in str(error):
             raise
@@ -74,7 +74,7 @@ def compile_overlapping(compile: Callable[..., _Compiled], device: Any) -> _Comp
             "this XLA takes no compiler options that overlap transfers and products,"
             f" and the step is compiled without: {str(error).splitlines()[0]}"
         )
-        return compile()
+        return build()
     unscheduled = {name: x for name, x in options.items() if name not in SCHEDULED}
     limit = 0 if unscheduled == options else device_memory(device)[0]
     if not limit or (needed := device_total(compiled)) <= limit:
@@ -84,7 +84,7 @@ def compile_overlapping(compile: Callable[..., _Compiled], device: Any) -> _Comp
         f" {readable_bytes(needed)} of the device, and JAX has {readable_bytes(limit)}:"
         " give it fewer tokens, or more of the device's memory."
     )
-    return compile(**unscheduled)
+    return build(**unscheduled)
 
 
 _CONFIG: Any = jax.config
@@ -236,11 +236,11 @@ class Step:
                 self._travels |= reaches_host(jaxpr)
                 device = device if self._travels else None
 
-                def compile(**options: Any) -> _Compiled:
+                def build(**options: Any) -> _Compiled:
                     jitted = self._jit(**addressing_options(device), **options)
                     return jitted, jitted.lower(*args, **kwargs).compile()
 
-                jitted, compiled = compile_overlapping(compile, device)
+                jitted, compiled = compile_overlapping(build, device)
             check_donations(compiled, leaves, self._donated)
         except Exception as error:
             # JAX must not run what it traced for arguments that are refused here.

@@ -162,6 +162,9 @@ class Cuts:
         reads = lambda n: any(x in depends.pure and array(x) for x in eqns[n].numbers)
         needed = {n for n in candidates if depends.uses(n) == {number} and reads(n)}
         values = [x for n in candidates for x in eqns[n].outputs][::step]
+        # The layer reads no value that equations of its own parameters, or between the
+        # cut and the last layer, compute outside it.
+        own = [n for n in candidates if number or depends.last_layer(n) == 0]
         types = lambda n: (eqns[n].primitive.name, *map(aval, eqns[n].outputs))
         for layer in {tuple(map(types, x)): {*x} for x in layers}.values():
             outputs = [x for n in sorted(layer) for x in eqns[n].outputs]
@@ -172,6 +175,9 @@ class Cuts:
                 continue
             piece = {source[y] for x in outputs if isinstance(y := equal.get(x), int)}
             known = {equal[x] for x in results}
+            outside = {x for n in own if n not in piece for x in eqns[n].outputs}
+            if not all(outside.isdisjoint(eqns[n].numbers) for n in piece):
+                continue
             if needed <= piece and (number or self._is_first(piece, known)):
                 return piece
         return None
