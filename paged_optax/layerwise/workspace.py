@@ -233,8 +233,16 @@ class GradientWorkspace:
             device_dtype=dtype if self.on_device else None,
             rest=None if self.pending is None else rest,
         )
-        new = dataclasses.replace(new, accumulates=self.accumulates)
-        return jax.tree.map(lambda x, old: x.update(dtype=old.dtype), new, self)
+        retyped = functools.partial(jax.tree.map, lambda x, y: x.update(dtype=y.dtype))
+        gradients = retyped(new.gradients, self.gradients)
+        pending = new.pending
+        if pending is not None:
+            stack = jax.tree.leaves(layers)[0]
+            pending = _nothing_pending(rest, jax.tree.leaves(gradients), stack)
+        host = retyped(new.host, self.host)
+        return dataclasses.replace(
+            self, gradients=gradients, host=host, pending=pending
+        )
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the layers' parameters, and the others."""
