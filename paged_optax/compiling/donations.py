@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
@@ -15,6 +17,7 @@ from paged_optax.backend.memory import (
     is_mistyped,
     memory_kind,
     memory_kinds,
+    nbytes,
     on_host,
     replicated_sharding,
     typed_by_memory,
@@ -135,6 +138,35 @@ def check_not_moved(
                 " memory kind did that. Put the state back by"
                 " paged_optax.place_state(tx, state, params)."
             )
+
+
+# JAX promises nothing of it (checked with 0.10.2, 0.11.2 and 0.12.0.1).
+_eliminate = getattr(partial_eval, "dce_jaxpr", None)
+#: If true, a program keeps the arguments that nothing reads, as a donated buffer must
+#: be in it. But jax 0.11.2 to 0.12.0.1 then keep the program for ever, and all that it
+#: closes over: their cache of jaxprs without unused arguments holds its own key.
+#: `keep_unread` keeps such buffers instead.
+KEEP_UNUSED = _eliminate is None
+
+
+def keep_unread(
+    jaxpr: core.ClosedJaxpr, values: list[PyTree], donated: Sequence[bool]
+) -> list[PyTree]:
+    """The arguments, with donated buffers that the step does not read kept.
+
+    They pass a barrier with the smallest array that is read. XLA removes the barrier.
+    """
+    if _eliminate is None or not any(donated):
+        return values
+    avals = [x.aval for x in jaxpr.jaxpr.invars]
+    _, used = _eliminate(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    read = [(nbytes(x), n) for n, x in enumerate(avals) if used[n]]
+    unread = [n for n, x in enumerate(avals) if donated[n] and not used[n] and x.size]
+    if not read or not unread:
+        return values
+    _, smallest = min(read)
+    bound = lax.optimization_barrier([values[n] for n in (smallest, *unread)])
+    return [*values[:smallest], bound[0], *values[smallest + 1 :]]
 
 
 def divide_like(

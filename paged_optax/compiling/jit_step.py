@@ -11,7 +11,6 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 from jax.stages import Compiled, Wrapped
 from jaxtyping import PyTree
@@ -33,6 +32,7 @@ from paged_optax.backend.text import readable_bytes
 from paged_optax.backend.types import is_traced
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.donations import (
+    KEEP_UNUSED,
     Chosen,
     argument_leaves,
     check_donations,
@@ -40,6 +40,7 @@ from paged_optax.compiling.donations import (
     commit_donated,
     divide_like,
     is_placed,
+    keep_unread,
     local_device,
     note_donated,
     placed_types,
@@ -206,6 +207,7 @@ class Step:
                 run,
                 donate_argnums=indices,
                 donate_argnames=names,
+                keep_unused=KEEP_UNUSED,
                 compiler_options=options or None,
             )
         )
@@ -257,23 +259,24 @@ class Step:
     def _traced(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         """Traces the step, with its donated buffers kept and its results divided."""
         leaves = argument_leaves(args, kwargs)
-        values = [x.value for x in leaves]
+        structure = jax.tree.structure((args, kwargs))
         shardings = current().argument_shardings or (None,) * len(leaves)
-        if is_donating := any(x.key in self._donated for x in leaves):
-            # A donated buffer that nothing reads stays in the program by a barrier,
-            # which XLA removes. With `keep_unused` jax 0.11.2 to 0.12.0.1 keep the
-            # program for ever, and all that it closes over.
-            arrays = [n for n, x in enumerate(leaves) if x.key not in self._static]
-            kept = lax.optimization_barrier([values[n] for n in arrays])
-            for n, x in zip(arrays, kept, strict=True):
-                values[n] = x
-        # Tracers of automatic axes have no sharding: an update reads it from the
-        # context.
-        with within(argument_shardings=()), known_shardings(values, shardings):
-            structure = jax.tree.structure((args, kwargs))
-            new_args, new_kwargs = jax.tree.unflatten(structure, values)
-            results = self._step(*new_args, **new_kwargs)
-        if not is_donating:
+        arrays = [n for n, x in enumerate(leaves) if x.key not in self._static]
+        values = [leaves[n].value for n in arrays]
+        donated = [leaves[n].key in self._donated for n in arrays]
+
+        def step(*values: PyTree) -> PyTree:
+            new = dict(zip(arrays, values, strict=True))
+            flat = [new.get(n, x.value) for n, x in enumerate(leaves)]
+            # Tracers of automatic axes have no sharding: an update reads it from the
+            # context.
+            with within(argument_shardings=()), known_shardings(flat, shardings):
+                args, kwargs = jax.tree.unflatten(structure, flat)
+                return self._step(*args, **kwargs)
+
+        step = jax.jit(step, inline=True)
+        results = step(*keep_unread(step.trace(*values).jaxpr, values, donated))
+        if not any(donated):
             return results
         given = [
             (value, [shardings[n] for n, x in enumerate(leaves) if x.key == key])

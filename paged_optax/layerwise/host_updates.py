@@ -209,10 +209,8 @@ def _gradients_on_host(
         index, batch = numbered
         last, forward = True, ran
         if forward is None:
-            last, one = (
-                index == count - 1,
-                dataclasses.replace(weights, stacks=sums.stacks),
-            )
+            last = index == count - 1
+            one = dataclasses.replace(weights, stacks=sums.stacks)
             passed = ForwardPass.after_prologue(step.model, one, rest, batch)
             forward = passed, *passed.run()
         backward = BackwardPass.after_epilogue(*forward, dtypes, sums.weight, last)

@@ -156,6 +156,19 @@ def test_an_argument_that_nothing_reads_may_be_anywhere():
             assert found.sharding.is_equivalent_to(place, 2)
 
 
+@pytest.mark.parametrize("spec", [None, PartitionSpec("data")], ids=["one", "several"])
+def test_an_argument_that_nothing_reads_may_be_on_another_device(spec):
+    """As under `jax.jit`, though a donated buffer that nothing reads is kept."""
+    place = jax.devices()[0]
+    if spec is not None:
+        place = NamedSharding(jax.make_mesh((8,), ("data",)), spec)
+    elsewhere = jax.device_put(jnp.ones(5), jax.devices()[1])
+    params, old = (jax.device_put(jnp.ones((8, 8)), place) for _ in range(2))
+    step = po.jit_step(lambda p, old, unused: (2 * p, p + 1), donate_argnums=(0, 1))
+    np.testing.assert_array_equal(step(params, old, elsewhere)[0], 2 * np.ones((8, 8)))
+    assert old.is_deleted()
+
+
 @pytest.mark.parametrize(
     "make",
     [
