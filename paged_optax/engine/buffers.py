@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 
 from paged_optax.backend import tiling
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
@@ -46,7 +47,7 @@ class PagedBuffer:
     @classmethod
     def create(
         cls,
-        x: ArrayOrShape,
+        x: ArrayOrShape | ShapedArray,
         pages: Pages,
         on_host: bool,
         ratios: Ratios,

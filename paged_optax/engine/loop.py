@@ -42,6 +42,7 @@ from paged_optax.engine.paged_array import (
     LeafBuffers,
     PagedArray,
     Stored,
+    StoredOrType,
     buffers_of,
     typed,
 )
@@ -353,7 +354,7 @@ class Loop:
 
 
 def update_leaves(
-    leaves: Sequence[Arrays],
+    leaves: Sequence[tuple[StoredOrType, ...]],
     trip_count: Int[Array, ""] | None,
     random_bits: Sequence[UInt32[Array, "2"] | None] | None,
     start: UInt32[Array, ""] | None = None,

@@ -25,6 +25,9 @@ from paged_optax.engine.transfers import to_device, to_host
 #: An array, or its encoded form.
 Stored = Array | Quantized
 
+#: The same, or the type of one that is to be allocated.
+StoredOrType = Stored | ShapedArray
+
 #: The arrays of one `Stored`, whole or of a page: codes and scales, or the array alone.
 Buffers = tuple[Array, ...]
 
@@ -66,7 +69,7 @@ class PagedArray:
     @classmethod
     def create(
         cls,
-        x: PyTree[ArrayOrShape],
+        x: PyTree[ArrayOrShape | ShapedArray],
         pages: Pages,
         codec: Codec | None,
         on_host: bool,
@@ -108,7 +111,7 @@ class PagedArray:
         codes = self.parts[0]
         return self.codec is not None or codes.shape == codes.pages.leaf
 
-    def open(self, x: Stored, axes: frozenset[str] = frozenset()) -> Buffers:
+    def open(self, x: StoredOrType, axes: frozenset[str] = frozenset()) -> Buffers:
         """Returns its buffers, in the shapes that a loop holds.
 
         A new array, of type `ShapedArray`, is allocated, and varies along `axes`.
@@ -123,7 +126,8 @@ class PagedArray:
             empty = to_host(lax.empty(part.opened, part.dtype), part.on_host)
             return varying(empty, axes)
 
-        return tuple(map(opened, buffers_of(x), self.parts))
+        buffers = x if isinstance(x, Quantized) else (x,)
+        return tuple(map(opened, buffers, self.parts))
 
     def close(self, buffers: Buffers) -> Stored:
         """Undoes `open`."""

@@ -43,7 +43,7 @@ class Saved:
       known: For each residual its place among the layer's arguments, or None.
     """
 
-    residuals: list[Array]
+    residuals: list[Array | jax.ShapeDtypeStruct]
     structure: PyTreeDef
     known: tuple[int | None, ...]
 

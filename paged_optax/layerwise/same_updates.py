@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -184,7 +185,9 @@ class SameUpdates:
                     " paged_lion or paged_sgd, or split a loss whose layers are a list."
                 )
 
-        def cut(n: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def cut(
+            n: int, x: Array | jax.ShapeDtypeStruct
+        ) -> Array | jax.ShapeDtypeStruct:
             if n not in numbers:
                 return x
             rows = x.shape[0] // layered.length
