@@ -279,7 +279,7 @@ class Evaluation:
         return [values[i] for i in leaf.inputs]
 
     def results(
-        self, of_leaves: Sequence[Sequence[PyTree[ArrayLike]]]
+        self, by_leaf: Sequence[Sequence[PyTree[ArrayLike]]]
     ) -> list[PyTree[ArrayLike]]:
         """Returns the outputs, given the results of each leaf's program.
 
@@ -296,7 +296,7 @@ class Evaluation:
                 results[index] = [item[x] for item in self.by_parameter]
             else:
                 results[index] = values[x]
-        for leaf, new in zip(analysis.leaf_updates, of_leaves, strict=True):
+        for leaf, new in zip(analysis.leaf_updates, by_leaf, strict=True):
             count = len(leaf.outputs)
             results.update(zip(leaf.outputs, new[:count], strict=True))
             values.update(zip(leaf.between, new[count:], strict=True))

@@ -5,8 +5,8 @@ hoists the first pages of many leaves, or their only ones: 16 leaves of 64 MiB i
 page each take 2176 MiB of scratch on H200 and v5e instead of 256. Each leaf is updated
 as soon as its gradient is computed. Two constructs isolate it:
 
-- **A loop of one turn**, or of none if the leaf's gate is closed. No compiler can count
-  its turns. On a GPU each turn waits for the host.
+- **A loop of one turn**, or of none if the leaf's gate is closed. XLA for
+  accelerators cannot count its turns. On a GPU each turn waits for the host.
 - **A call that XLA:GPU does not inline**: the same bytes, and no wait. XLA fuses
   nothing in it outside of loops, so every page must be computed in a loop.
 
@@ -117,7 +117,7 @@ def exchange(
     for (sources, targets), after in zip(turns, turns[1:] + turns[:1], strict=True):
         new_pages = {item: fetch(item) for item in sources}
         written = {
-            x: arrays[x[0]].write(retained[x], unwritten.pop(x), at, travels=True)
+            x: arrays[x[0]].write(retained[x], unwritten.pop(x), at, streamed=True)
             for x in targets
         }
         # The next turn waits, or XLA may begin all reads before the first write.

@@ -201,14 +201,14 @@ class Loop:
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition, FetchedByPosition],
         ) -> tuple[Int[Array, ""], ByPosition, FetchedByPosition]:
-            # It counts turns: a row, which grows in its own place, would be copied, and
-            # reads of the next page would wait until this one is written.
+            # It counts iterations, not rows. XLA copies a row that is incremented in
+            # place, and the next page is then read after this one is written.
             iteration, changing, page = carry
             index = iteration * step
             at, next_at = address(index), address(index + step)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
-            changed = self._write(at, buffers, results, travels=False)
+            changed = self._write(at, buffers, results, streamed=False)
             more = index < last if once else None
             changed, page = exchange(
                 self.arrays, self.exchanged, changed, results, at, next_at, page, more
@@ -250,12 +250,12 @@ class Loop:
         at: Page,
         current: ByPosition,
         results: ByPosition,
-        travels: bool | None = None,
+        streamed: bool | None = None,
     ) -> ByPosition:
         """Returns the buffers with a page replaced; see `PagedArray.write`."""
         changed = {}
         for p, pages in results.items():
-            write = functools.partial(self.arrays[p].write, at=at, travels=travels)
+            write = functools.partial(self.arrays[p].write, at=at, streamed=streamed)
             changed[p] = tuple(map(write, current[p], pages))
         return current | changed
 
@@ -283,7 +283,8 @@ class Loop:
             tuple(map(functools.partial(self.arrays[p].read, at), current[p], page[p]))
             for p in inputs
         ]
-        # A short program is compiled for each leaf, and nothing is copied.
+        # Without a codec the program runs once for each leaf, and nothing is copied.
+        # With one the leaves' pages are joined, and it runs once.
         count = self.leaf_count if self.coded else 1
         leaves = lambda x, first: x if len(x) == 1 else x[first : first + count]
         by_group = [
@@ -374,7 +375,7 @@ def update_leaves(
     ]
     axes |= varying_axes(leaves)
     buffers = [
-        tuple([array.open(x, axes) for x in (xs if array.paged else xs[:1])])
+        tuple([array.open(x, axes) for x in (xs if array.per_leaf else xs[:1])])
         for array, xs in zip(arrays, zip(*leaves, strict=True), strict=True)
     ]
     words = random_bits or (None,) * len(leaf.overwrites)

@@ -106,7 +106,7 @@ class PagedArray:
         return sum([bytes_of(part) for part in self.parts if part.streamed])
 
     @property
-    def paged(self) -> bool:
+    def per_leaf(self) -> bool:
         """True if each leaf has its own array; else all share one."""
         codes = self.parts[0]
         return self.codec is not None or codes.shape == codes.pages.leaf
@@ -162,24 +162,24 @@ class PagedArray:
         return tuple([(x[0], scales) for x, scales in pairs])
 
     def fetch(self, buffers: Buffers, at: Page) -> Fetched:
-        """Fetches the streamed buffers of a page; None for the others."""
+        """Reads the streamed buffers of a page; None for the others."""
         fetch = lambda x, part: part.read(x, at) if part.streamed else None
         return tuple(map(fetch, buffers, self.parts))
 
     def read(self, at: Page, buffers: Buffers, fetched: Fetched) -> Buffers:
-        """Returns an encoded page of which some buffers have been fetched."""
+        """Reads the other buffers of a page, beside those that `fetch` has read."""
         read = lambda x, page, part: part.read(x, at) if page is None else page
         return tuple(map(read, buffers, fetched, self.parts))
 
     def write(
-        self, buffers: Buffers, page: Buffers, at: Page, travels: bool | None = None
+        self, buffers: Buffers, page: Buffers, at: Page, streamed: bool | None = None
     ) -> Buffers:
         """Returns the buffers with an encoded page written.
 
-        `travels`: True writes streamed buffers alone; False writes the others.
+        `streamed`: True writes streamed buffers alone; False writes the others.
         """
         write = lambda x, new, part: (
-            part.write(x, new, at) if travels in (None, part.streamed) else x
+            part.write(x, new, at) if streamed in (None, part.streamed) else x
         )
         return tuple(map(write, buffers, page, self.parts))
 

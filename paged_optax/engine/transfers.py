@@ -33,12 +33,12 @@ PIECES = (2, 3, 5, 7)
 
 
 def to_device(page: Array, travels: bool) -> Array:
-    """Copies a slice of a host array, which `travels`, to device memory."""
+    """Copies a slice to device memory if it `travels`, that is, is in host memory."""
     return jax.device_put(page, DEVICE) if travels else page
 
 
 def to_host(page: Array, travels: bool) -> Array:
-    """Undoes `to_device`."""
+    """Copies a slice to host memory if it `travels`."""
     return jax.device_put(page, HOST) if travels else page
 
 

@@ -34,7 +34,7 @@ def check_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
 
 def check_not_nested() -> None:
     """Raises inside another paged transformation."""
-    if current().paged:
+    if current().inside_paged:
         raise ValueError(
             "paged(inner) is given an inner with a paged transformation inside, and"
             " pages all moments of inner itself: pass inner plain, such as optax.adamw"
@@ -49,7 +49,7 @@ def paged_by_one(
 
     def alone(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         def call(*args: PyTree, **kwargs: object) -> PyTree:
-            with within(paged=True):
+            with within(inside_paged=True):
                 return function(*args, **kwargs)
 
         return call

@@ -64,7 +64,8 @@ class TraceContext:
     gate: Gate = True  # updates happen
     restart: Gate = False  # an update ends with the state that `init` makes
     # A layerwise step is around. Its moments may be on the device, its leaves share no
-    # loops and are isolated on shards, and its codec keys may name other layers.
+    # loops, shards of one page are not isolated, and its codec keys may name other
+    # layers.
     layerwise: bool = False
     spare_bytes: int = 0  # that a page may have without raising the peak of memory
     # Leaves are isolated even if there is memory for them. A leaf's moments are then
@@ -76,7 +77,7 @@ class TraceContext:
     # Paths of parameters and the numbers of their stacks. The moments of a stack stay
     # on the device, or none of them.
     stacks: tuple[tuple[KeyPath, int], ...] = ()
-    paged: bool = False  # the caller is a paged transformation
+    inside_paged: bool = False  # the caller is a paged transformation
     visitor: Visitor | None = None
     # The shardings of the leaves of a step's arguments, for its trace; None for a leaf
     # on one device. Empty if all are.

@@ -85,7 +85,7 @@ class LeafStreams:
 
     def grouped(self) -> tuple[_ByLeaf, list[Group]]:
         """Skips or computes leaves on the device, and groups the others."""
-        first = len(self.gates)
+        gradient_count = len(self.gates)
         gates_differ = len({id(gate) for gate in self.gates}) > 1
         results: _ByLeaf = {}
         groups: dict[Hashable, Group] = {}
@@ -100,7 +100,7 @@ class LeafStreams:
                 # A gate that is closed when traced costs nothing: it has no loop.
                 results[index] = [
                     jnp.zeros(new.shape, new.dtype)
-                    if p is None or p < first
+                    if p is None or p < gradient_count
                     else self.evaluation.values[p]
                     for p, new in zip(leaf.places, leaf.avals, strict=True)
                 ]
@@ -112,7 +112,7 @@ class LeafStreams:
                 continue
             new = leaf.program(self.evaluation.inputs(leaf))
             results[index] = [
-                x if p is None or p < first else self._chosen(p, x)
+                x if p is None or p < gradient_count else self._chosen(p, x)
                 for p, x in zip(leaf.places, new, strict=True)
             ]
         return results, list(groups.values())
@@ -149,11 +149,11 @@ class LeafStreams:
         )
 
     def _streamed(self, leaf: LeafUpdate) -> StreamedLeaf:
-        first, layout = len(self.gates), self.layout
+        gradient_count, layout = len(self.gates), self.layout
         arrays, overwrites = self.evaluation.inputs(leaf), list[int]()
         codecs = [self.codecs.get(index) for index in leaf.inputs]
         shapes = [
-            layout.leaves[index - first].aval.shape if codec else jnp.shape(x)
+            layout.leaves[index - gradient_count].aval.shape if codec else jnp.shape(x)
             for index, codec, x in zip(leaf.inputs, codecs, arrays, strict=True)
         ]
         for p, new in zip(leaf.places, leaf.avals, strict=True):
@@ -209,17 +209,17 @@ class LeafStreams:
         drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}
         return (*map(drawn.get, leaf.outputs), *[None] * len(leaf.between))
 
-    def results(self, of_leaves: _ByLeaf) -> list[Array]:
+    def results(self, by_leaf: _ByLeaf) -> list[Array]:
         """Returns the updates and the new state's arrays, chosen by their gates."""
-        first, leaves = len(self.gates), self.evaluation.analysis.leaf_updates
+        gradient_count, leaves = len(self.gates), self.evaluation.analysis.leaf_updates
         chosen = {p for leaf in leaves for p in leaf.outputs}
-        results = self.evaluation.results([of_leaves[i] for i in range(len(leaves))])
+        results = self.evaluation.results([by_leaf[i] for i in range(len(leaves))])
         for index, new in enumerate(results):
-            if index < first:
+            if index < gradient_count:
                 results[index] = choose_by(self.gates[index], new, None)
             elif index in self.evaluation.counts:
                 # One value: shared by all, or of a single parameter's leaf.
-                values = new if isinstance(new, list) else [new] * first
+                values = new if isinstance(new, list) else [new] * gradient_count
                 olds = enumerate(self.evaluation.counts[index])
                 results[index] = [
                     choose_by(self.moves[i], values[i], old) for i, old in olds

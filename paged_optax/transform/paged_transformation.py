@@ -233,8 +233,8 @@ class PagedTransformation:
 
         All processes of a training must agree on them.
         """
-        of_leaves = (leaf.program for leaf in analysis.leaf_updates)
-        programs = analysis.shared.program, *of_leaves, analysis.tail.program
+        programs = (leaf.program for leaf in analysis.leaf_updates)
+        programs = analysis.shared.program, *programs, analysis.tail.program
         distinct = dict.fromkeys(programs)  # leaves of one shape have equal programs
         eqns = [x for program in distinct for x in program.eqns]
         operands = [x for one in eqns for x in one.inputs]

@@ -122,12 +122,12 @@ def update(
     numbers = dict(zip(arrays, range(2, 2 + len(arrays)), strict=True))
     numbers |= {id(False): 0, id(True): 1}
     analysis, constants, extras = trace()
-    first = layout.parameters.num_leaves
+    count = layout.parameters.num_leaves  # of gradients
     buffers = [*jax.tree.leaves(gradients), *leaves]
     # Values that vary in a moment's place may make others vary: repeat.
     while in_shard_map() and (new := _as_results(analysis, buffers, gates, restart)):
-        buffers, leaves = new, new[first:]
-        gradients = unflatten_like(gradients, new[:first])
+        buffers, leaves = new, new[count:]
+        gradients = unflatten_like(gradients, new[:count])
         analysis, constants, extras = trace()
     if spans_processes((gradients, moments, params)):
         # A program that one process alone has would block the devices of all.
@@ -148,8 +148,8 @@ def update(
         raise
     # A `jax.jit` pairs donated buffers by shape alone, across memories too.
     new = donate_within_memory(new)
-    moments = map(reshaped_like, jax.tree.leaves(new[first:]), jax.tree.leaves(moments))
-    return unflatten_like(updates, new[:first]), unflatten_like(state, [*moments])
+    moments = map(reshaped_like, jax.tree.leaves(new[count:]), jax.tree.leaves(moments))
+    return unflatten_like(updates, new[:count]), unflatten_like(state, [*moments])
 
 
 def stream_update(
@@ -164,28 +164,29 @@ def stream_update(
 ) -> list[Array]:
     """Computes the updates and the new state's arrays.
 
-    `buffers` has the gradients, and the state's leaves as they are stored: the results
-    overwrite them, in their order. `constants` are arrays that the programs close over,
-    and `gates` the traced ones.
+    `buffers` has the gradients, and the state's leaves as they are stored. If they are
+    donated, the results overwrite them, in their order. `constants` are arrays that the
+    programs close over, and `gates` the traced ones.
     """
-    layout, first = traced.layout, traced.layout.parameters.num_leaves
+    layout = traced.layout
+    count = layout.parameters.num_leaves  # of gradients
     trees = buffers, params, extras, gates, constants
     if explicit_mesh(trees) is not None:
         # The programs were traced without axes: on explicit axes their equations would
         # return other types than their neighbours expect.
-        updates = buffers[:first] if params is None else params
-        like = jax.tree.leaves((updates, buffers[first:]))
+        updates = buffers[:count] if params is None else params
+        like = jax.tree.leaves((updates, buffers[count:]))
         run = functools.partial(stream_update, paged, traced=traced)
         return with_automatic_axes(run, trees, like)
-    if not current().layerwise and (moved := paged.moved(layout, buffers[first:])):
+    if not current().layerwise and (moved := paged.moved(layout, buffers[count:])):
         tell(moved, paged.on_moved)
     args = [*buffers, *jax.tree.leaves((params, extras))]
     if any(map(on_host, args)):
         # Some versions of XLA:GPU read wrong pages without an error.
         check_backend()
-    *of_leaves, restart = [(False, True, *gates)[i] for i in traced.gates]
+    *leaf_gates, restart = [(False, True, *gates)[i] for i in traced.gates]
     traced_args = traced.analysis, layout, args, constants
-    streams = LeafStreams.create(*traced_args, of_leaves, restart)
+    streams = LeafStreams.create(*traced_args, leaf_gates, restart)
     results, groups = streams.grouped()
     for leaf, members in groups:
         one, *_ = members.values()
@@ -199,7 +200,7 @@ def stream_update(
         geometry = paged.geometry(leaf, one.moments, one.shards, len(members))
         unknown = one.shards is None and one.program.program.elementwise
         if unknown and leaf.param_index is not None and hosted:
-            paths, _ = leaf_paths(jax.tree.unflatten(layout.parameters, range(first)))
+            paths, _ = leaf_paths(jax.tree.unflatten(layout.parameters, range(count)))
             paged.known.warn_of_unknown(paths[leaf.param_index], args[leaf.param_index])
         scope = jax.named_scope(UNSHARDED) if unknown else contextlib.nullcontext()
         # The loops are independent of the context, so that leaves of equal programs are
