@@ -230,12 +230,13 @@ def check_state(
             " model.stack_state(state), or model.init(tx, params)."
         )
     names = ", state".join(odd[:3])
-    init = "tx.init made for these parameters"
+    init, place = "tx.init made for these parameters", "paged_optax"
     if tree is not None:
-        init = "model.init(tx, params) makes"
+        init, place = "model.init(tx, params) makes", "model"
     raise ValueError(
         "the state's structure is not the one these gradients call for: they differ"
-        f" at state{names}. Pass the state that {init}, or that a step returned."
+        f" at state{names}. Pass the state that {init}, or that a step returned, after"
+        f" a restore without a target by {place}.place_state(tx, state, params)."
     )
 
 

@@ -263,8 +263,10 @@ def _check_equal(name: tuple[str, ...], arrays: _ByName, targets: _ByName) -> No
             f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx for"
             f" these parameters has {place or 'none'}: pass the transformation, with"
             " its codec, and the parameters, divided as they were, that the state was"
-            " made with; of a checkpoint, the part that is the state. To change the"
-            " codec, begin with new moments, tx.init(params)."
+            " made with; of a checkpoint, the part that is the state. A state of stacked"
+            " layers is model.stack_state(state) of an ordinary step's, and back it is"
+            " model.unstack_state(state). To change the codec, begin with new moments,"
+            " tx.init(params)."
         )
 
 
