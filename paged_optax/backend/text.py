@@ -17,10 +17,8 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "TiB": 2**40,
 }
 
-
-def keystr(path: KeyPath) -> str:
-    """Returns a key path in Python syntax: `['block'][0]`."""
-    return jax.tree_util.keystr(path)
+#: Returns a key path in Python syntax: `['block'][0]`.
+keystr = jax.tree_util.keystr
 
 
 def path_name(path: Path) -> str:

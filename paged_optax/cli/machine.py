@@ -50,7 +50,8 @@ def both_memories() -> tuple[Sharding, ...]:
 
 def whole(sources: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
     """Copies sources to the memories of the targets, whose buffers are donated."""
-    return list(map(jax.device_put, sources, map(_memory, targets)))
+    memories = [jax.typeof(x).memory_space for x in targets]
+    return list(map(jax.device_put, sources, memories))
 
 
 def in_pages(sources: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
@@ -66,11 +67,7 @@ def in_pages(sources: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
         return row + PAGE_ROWS, [*map(put, targets, pages)]
 
     rows = sources[0].shape[0]
-    return lax.while_loop(lambda c: c[0] < rows, body, (jnp.int32(0), targets))[1]
-
-
-def _memory(x: Array) -> jax.memory.Space:
-    return jax.typeof(x).memory_space
+    return lax.while_loop(lambda c: c[0] < rows, body, (jnp.int32(0), [*targets]))[1]
 
 
 @dataclasses.dataclass(frozen=True)
