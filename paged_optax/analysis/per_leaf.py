@@ -73,9 +73,8 @@ class _Followed:
         }
         computed = len(flat.avals) - len(owners)
         self.param_index: list[int | None] = [*owners, *[None] * computed]
-        self.joined: dict[
-            int, None
-        ] = {}  # values that are all parameters, concatenated
+        # Values that are all parameters, concatenated.
+        self.joined: dict[int, None] = {}
         for eqn in flat.eqns:
             self._follow(eqn, name)
 
@@ -234,6 +233,7 @@ def analyse(
         leaf_updates.append(LeafUpdate(numbered.program, numbered.inputs, *outcome))
     analysis = Analysis(
         shared=flat.program(tuple(shared)),
+        equations=tuple(flat.eqns[i] for i in flat.needed(tuple(shared))),
         leaf_updates=tuple(leaf_updates),
         tail=dataclasses.replace(tail, outputs=tuple(cut_apart)),
         direct=tuple(outputs),

@@ -200,6 +200,7 @@ class Analysis:
     """A traced function, as one program a leaf."""
 
     shared: NumberedProgram  # the scalars shared by all leaves
+    equations: tuple[Equation, ...]  # of `shared`, with the numbers of all values
     leaf_updates: tuple[LeafUpdate, ...]
     tail: NumberedProgram  # outputs split from concatenated leaves
     direct: tuple[tuple[int, Operand], ...]  # outputs that need no leaf's program
@@ -219,27 +220,22 @@ class Analysis:
         Optax computes the negative learning rate separately for each leaf.
         """
         first: dict[Hashable, int] = {}
-        meaning: dict[int, Hashable] = dict(enumerate(self.shared.inputs))
-        named = lambda x: x if isinstance(x, Constant) else meaning[x]
-        for eqn in self.shared.program.eqns:
-            how = eqn.primitive, eqn.params, *map(named, eqn.inputs)
+        seen: dict[Hashable, int] = {}
+        meaning: dict[Operand, Hashable] = {}
+        for eqn in self.equations:
+            how = eqn.primitive, eqn.params, *[meaning.get(x, x) for x in eqn.inputs]
             known = first.setdefault(how, eqn.outputs[0])
             meaning.update((x, (known, k)) for k, x in enumerate(eqn.outputs))
-        seen: dict[Hashable, int] = {}
-        outputs = used_values(self.shared.outputs)
-        pairs = zip(outputs, self.shared.program.outputs, strict=True)
-        return {index: seen.setdefault(named(x), index) for index, x in pairs}
+        values = used_values(self.shared.outputs)
+        return {x: seen.setdefault(meaning.get(x, x), x) for x in values}
 
     def reached_from(self, numbers: Iterable[int]) -> set[int]:
         """Returns the shared values that depend on arguments."""
         reached = set(numbers)
-        inner = {i for i, x in enumerate(self.shared.inputs) if x in reached}
-        for eqn in self.shared.program.eqns:
-            if inner.intersection(eqn.numbers):
-                inner.update(eqn.outputs)
-        outputs = used_values(self.shared.outputs)
-        pairs = zip(outputs, self.shared.program.outputs, strict=True)
-        return reached | {index for index, x in pairs if x in inner}
+        for eqn in self.equations:
+            if reached.intersection(eqn.numbers):
+                reached.update(eqn.outputs)
+        return reached
 
 
 class Evaluation:

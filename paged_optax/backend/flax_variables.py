@@ -31,15 +31,21 @@ def as_pure(tree: PyTree) -> PyTree:
     return tree if nnx is None else nnx.as_pure(tree)
 
 
+def _is_a(x: object, module: str, name: str) -> bool:
+    # Without the module there are none.
+    return module in sys.modules and isinstance(x, getattr(sys.modules[module], name))
+
+
+def _is_variable(x: object) -> bool:
+    return _is_a(x, "flax.nnx", "Variable")
+
+
 def running_statistics(tree: PyTree) -> Iterator[tuple[KeyPath, ArrayOrShape]]:
     """Yields leaves of `nnx.BatchStat`, `batch_stats` and `equinox.nn.State`."""
-    nnx, equinox = map(sys.modules.get, ("flax.nnx", "equinox"))
-    variables = () if nnx is None else (nnx.Variable,)
-    states = () if equinox is None else (equinox.nn.State,)
+    is_equinox = lambda x: _is_a(x, "equinox.nn", "State")
     flat = jax.tree_util.tree_leaves_with_path
-    is_whole = lambda x: isinstance(x, (*variables, *states))
-    for path, x in flat(tree, is_leaf=is_whole):
-        is_state = isinstance(x, states) or (nnx and isinstance(x, nnx.BatchStat))
+    for path, x in flat(tree, is_leaf=lambda x: _is_variable(x) or is_equinox(x)):
+        is_state = is_equinox(x) or _is_a(x, "flax.nnx", "BatchStat")
         if is_state or "batch_stats" in keystr(path):
             yield from ((path + inner, leaf) for inner, leaf in flat(x))
 
@@ -117,13 +123,9 @@ def parameter_shardings(tree: PyTree) -> list[NamedSharding | None]:
 def _each(
     tree: PyTree, read: Callable[["Variable", ArrayOrShape], NamedSharding | None]
 ) -> list[NamedSharding | None]:
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return [None] * len(jax.tree.leaves(tree))
-    is_variable = lambda x: isinstance(x, nnx.Variable)
     return [
-        read(x, array) if is_variable(x) else None
-        for x in jax.tree.leaves(tree, is_leaf=is_variable)
+        read(x, array) if _is_variable(x) else None
+        for x in jax.tree.leaves(tree, is_leaf=_is_variable)
         for array in jax.tree.leaves(x)
     ]
 
@@ -158,13 +160,9 @@ def _meshes(variable: "Variable", array: ArrayOrShape) -> Iterator[Mesh | Abstra
 
 def fixed_variables(state: PyTree) -> PyTree:
     """Returns a new state whose variables Flax does not move or reshard."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return state
-    is_variable = lambda x: isinstance(x, nnx.Variable)
 
     def settle(x: PyTree) -> PyTree:
-        if not is_variable(x):
+        if not _is_variable(x):
             return x
         names = filter(x.has_metadata, ("out_sharding", "optimizer_sharding"))
         specs = {name: x.get_metadata(name) for name in names}
@@ -182,4 +180,4 @@ def fixed_variables(state: PyTree) -> PyTree:
         value = x.get_raw_value()
         return jax.tree.map(copied, value) if jax.tree.leaves(value) else x
 
-    return jax.tree.map(settle, state, is_leaf=is_variable)
+    return jax.tree.map(settle, state, is_leaf=_is_variable)

@@ -17,10 +17,8 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "TiB": 2**40,
 }
 
-
-def keystr(path: KeyPath) -> str:
-    """Returns a key path in Python syntax: `['block'][0]`."""
-    return jax.tree_util.keystr(path)
+#: Returns a key path in Python syntax: `['block'][0]`.
+keystr = jax.tree_util.keystr
 
 
 def path_name(path: Path) -> str:
@@ -59,7 +57,7 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
 def parse_bytes(name: str, size: object, minimum: int = 0, extra: str = "") -> int:
     """Returns a number of bytes from an int or a string such as `"16MiB"`.
 
-    `others` has other values of the argument, for messages.
+    `extra` has other values of the argument, for messages.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -107,8 +105,3 @@ def table(labels: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         "  ".join((*map(str.ljust, row[:-1], widths), row[-1].rjust(widths[-1])))
         for row in cells
     )
-
-
-def print_table(labels: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table."""
-    print(table(labels, rows))

@@ -113,14 +113,10 @@ def can_slice(
         # A vector is laid out in tiles of 1024 words.
         tile = SUBLANES * LANES * max(1, 4 // itemsize)
         return size % tile == 0 and axis_size % tile == 0
-    match role(order, axis):
-        case "lanes":
-            return size % LANES == 0 and axis_size % LANES == 0
-        case "sublanes":
-            packed = max(1, 4 // itemsize)
-            return size % SUBLANES == 0 and axis_size % packed == 0
-        case _:
-            return True
+    packed = max(1, 4 // itemsize)
+    tiles = {"lanes": (LANES, LANES), "sublanes": (SUBLANES, packed), "major": (1, 1)}
+    step, end = tiles[role(order, axis)]
+    return size % step == 0 and axis_size % end == 0
 
 
 def sublane_sizes(size: int) -> list[int]:

@@ -11,7 +11,7 @@ import optax
 from paged_optax.backend.memory import PINNED_HOST, device_memory, memory_kinds
 from paged_optax.backend.pinned_pool import POOL_LIMIT, pool_limit
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.backend.text import print_table, readable_bytes
+from paged_optax.backend.text import readable_bytes, table
 from paged_optax.cli import machine, self_test
 from paged_optax.engine import backend_check
 from paged_optax.planning.cards import local_card
@@ -24,16 +24,16 @@ _TOLERANCE = 1e-5
 def run(options: argparse.Namespace) -> int:
     """Prints the machine, the link's rates, and a verdict."""
     del options
-    print_table(("machine", ""), _machine())
+    print(table(("machine", ""), _machine()))
     if jax.default_backend() == "cpu":
         print("\nNo accelerator: for a GPU install jax[cuda13], for a TPU jax[tpu].")
     print()
     rates = machine.measure(machine.SIZE, 3)
     rows = [(rate.name, rate.reason or f"{rate.median:.1f}") for rate in rates]
-    print_table(("link", "GB/s"), rows)
+    print(table(("link", "GB/s"), rows))
     print()
     rows = [*_self_test()]
-    print_table(("self-test", "", ""), rows)
+    print(table(("self-test", "", ""), rows))
     right = all(row[-1] == "passed" for row in rows)
     invalid = (
         "Do not train with paged moments here. Install jax 0.11.2 or newer, and open an"

@@ -5,10 +5,9 @@ same time, as one transfer of a buffer and page by page in a loop as the engine 
 """
 
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,23 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Sharding, SingleDeviceSharding
-from jaxtyping import Int, PyTree
+from jaxtyping import Int
 
 from paged_optax.backend.compiler_options import addressing_options, overlap_options
-from paged_optax.backend.memory import (
-    DEVICE,
-    HOST,
-    PINNED_HOST,
-    memory_kinds,
-    typed_by_memory,
-)
+from paged_optax.backend.memory import PINNED_HOST, memory_kinds, typed_by_memory
 
 #: Bytes of a buffer, large enough for the link's rate.
 SIZE = 256 << 20
 COLUMNS = 1024
 PAGE_ROWS = (16 << 20) // (4 * COLUMNS)  # 16 MiB, the engine's default page
 
-Memories = tuple[object, ...]
+#: By name, whether each source is in host memory; its target is in the other one.
+_DIRECTIONS = {
+    "host to device": (True,),
+    "device to host": (False,),
+    "both at once": (True, False),
+}
 
 
 def compiler_options() -> dict[str, Any]:
@@ -50,40 +48,26 @@ def both_memories() -> tuple[Sharding, ...]:
     return tuple(map(sharding.with_memory_kind, kinds))
 
 
-def whole(to: Memories, *arrays: Array) -> tuple[Array, ...]:
-    """Copies the sources to other memories, into the buffers of the donated targets."""
-    return tuple(map(jax.device_put, arrays[: len(to)], to))
+def whole(sources: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
+    """Copies sources to the memories of the targets, whose buffers are donated."""
+    memories = [jax.typeof(x).memory_space for x in targets]
+    return list(map(jax.device_put, sources, memories))
 
 
-def in_pages(to: Memories, *arrays: Array) -> tuple[Array, ...]:
-    """Copies the sources to the targets page by page, in one loop over the rows."""
-    sources, targets = arrays[: len(to)], arrays[len(to) :]
+def in_pages(sources: Sequence[Array], targets: Sequence[Array]) -> list[Array]:
+    """Copies sources to targets page by page, in one loop over the rows."""
 
     def body(
-        carry: tuple[Int[Array, ""], tuple[Array, ...]],
-    ) -> tuple[Int[Array, ""], tuple[Array, ...]]:
+        carry: tuple[Int[Array, ""], list[Array]],
+    ) -> tuple[Int[Array, ""], list[Array]]:
         row, targets = carry
         cut = lambda x: lax.dynamic_slice_in_dim(x, row, PAGE_ROWS)
-        pages = [*map(jax.device_put, map(cut, sources), to)]
         put = lambda target, page: lax.dynamic_update_slice_in_dim(target, page, row, 0)
-        return row + PAGE_ROWS, tuple(map(put, targets, pages))
+        pages = whole([*map(cut, sources)], targets)
+        return row + PAGE_ROWS, [*map(put, targets, pages)]
 
     rows = sources[0].shape[0]
-    return lax.while_loop(lambda c: c[0] < rows, body, (jnp.int32(0), targets))[1]
-
-
-def programs() -> dict[str, tuple[Callable[..., PyTree[Array]], str, str]]:
-    """By name: a program, and the memories of its sources and targets, h or d."""
-    directions = {
-        "host to device": ((DEVICE,), "h", "d"),
-        "device to host": ((HOST,), "d", "h"),
-        "both at once": ((DEVICE, HOST), "hd", "dh"),
-    }
-    return {
-        f"{name}{suffix}": (functools.partial(copy, to), sources, targets)
-        for suffix, copy in (("", whole), (", in pages", in_pages))
-        for name, (to, sources, targets) in directions.items()
-    }
+    return lax.while_loop(lambda c: c[0] < rows, body, (jnp.int32(0), [*targets]))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,49 +91,52 @@ def measure(size: int, repeats: int) -> Iterator[Rate]:
 
     One transfer before the repeats is not timed.
     """
-    for name, (function, sources, targets) in programs().items():
-        if jax.default_backend() == "cpu" or PINNED_HOST not in memory_kinds():
-            yield Rate(name, reason="not measured: no link to pinned host memory")
-            continue
-        try:
-            seconds = _seconds(function, sources, targets, size, repeats)
-        except Exception as error:  # one program's failure is a result
-            first = str(error).splitlines()[0][:300]
-            yield Rate(name, reason=f"{type(error).__name__}: {first}")
-        else:
-            rates = tuple(len(sources) * size / s / 1e9 for s in seconds)
-            page_bytes = 4 * COLUMNS * PAGE_ROWS if "pages" in name else size
-            yield Rate(name, rates, len(sources), page_bytes)
+    page_bytes = 4 * COLUMNS * PAGE_ROWS
+    for suffix, copy, transfer in (
+        ("", whole, size),
+        (", in pages", in_pages, page_bytes),
+    ):
+        for direction, on_host in _DIRECTIONS.items():
+            name = f"{direction}{suffix}"
+            if jax.default_backend() == "cpu" or PINNED_HOST not in memory_kinds():
+                yield Rate(name, reason="not measured: no link to pinned host memory")
+                continue
+            try:
+                seconds = _seconds(copy, on_host, size, repeats)
+            except Exception as error:  # one program's failure is a result
+                first = str(error).splitlines()[0][:300]
+                yield Rate(name, reason=f"{type(error).__name__}: {first}")
+            else:
+                rates = tuple(len(on_host) * size / s / 1e9 for s in seconds)
+                yield Rate(name, rates, len(on_host), transfer)
 
 
 def _seconds(
-    function: Callable[..., PyTree[Array]],
-    sources: str,
-    targets: str,
+    copy: Callable[..., list[Array]],
+    on_host: Sequence[bool],
     size: int,
     repeats: int,
 ) -> list[float]:
-    placements = dict(zip("dh", both_memories(), strict=True))
+    memories = both_memories()
+    shape = size // (4 * COLUMNS), COLUMNS
+    values = 1 + lax.broadcasted_iota(jnp.float32, shape, 0)
+    sources = [jax.device_put(values, memories[x]) for x in on_host]
+    targets = [jax.device_put(0 * values, memories[not x]) for x in on_host]
     # `whole` needs its unused target for the target's buffer.
     jitted = jax.jit(
-        function,
-        donate_argnums=tuple(range(len(sources), len(sources + targets))),
-        out_shardings=tuple(placements[kind] for kind in targets),
+        copy,
+        donate_argnums=1,
+        out_shardings=[x.sharding for x in targets],
         keep_unused=True,
         compiler_options=compiler_options(),
     )
-    rows = size // (4 * COLUMNS)
-    values = jnp.arange(1, rows + 1, dtype=jnp.float32)[:, None]
-    values = jnp.broadcast_to(values, (rows, COLUMNS))
-    arrays = [jax.device_put(values, placements[kind]) for kind in sources]
-    moved = [jax.device_put(0 * values, placements[kind]) for kind in targets]
-    jax.block_until_ready((arrays, moved))
+    jax.block_until_ready((sources, targets))
     seconds = []
     for _ in range(repeats + 1):  # the first call compiles
         started = time.perf_counter()
-        moved = jax.tree.leaves(jax.block_until_ready(jitted(*arrays, *moved)))
+        targets = jax.block_until_ready(jitted(sources, targets))
         seconds.append(time.perf_counter() - started)
-    for x in moved:
+    for x in targets:
         if not np.array_equal(np.asarray(x), np.asarray(values)):
             raise AssertionError("the values that arrived are not those that were sent")
     return seconds[1:]

@@ -108,7 +108,10 @@ def run(options: argparse.Namespace) -> int:
     if bits == "8bit" and options.codec is None:
         arguments["codec"] = "dynamic_int8"
     if options.heads is None and options.batch is not None:
-        arguments["heads"] = _heads(options)
+        if options.params is not None:
+            arguments["heads"] = find_decoder(options.params).heads
+        elif options.checkpoint is not None:
+            arguments["heads"] = config_heads(pathlib.Path(options.checkpoint))
     inner = getattr(module, optimizer)(float(RATE), **momentum)
     footprints = what_fits(params, inner, **arguments)
     momentum = ", momentum=0.9" if momentum else ""
@@ -127,15 +130,6 @@ def run(options: argparse.Namespace) -> int:
         f" {readable_bytes(nbytes(params))}; {optimizer}{copy}\n\n{footprints}"
     )
     return 0
-
-
-def _heads(options: argparse.Namespace) -> int | None:
-    """Attention heads of the model's name or `config.json`."""
-    if options.params is not None:
-        return find_decoder(options.params).heads
-    if options.checkpoint is not None:
-        return config_heads(pathlib.Path(options.checkpoint))
-    return None
 
 
 def _shapes(options: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:

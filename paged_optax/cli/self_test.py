@@ -16,14 +16,7 @@ from paged_optax.planning.page_plan import plan
 from paged_optax.transform.paged import paged
 from paged_optax.transform.planned_moments import Moment
 
-PAGE_BYTES = 8192
-_SHAPES = {
-    "matrix": (509, 256),
-    "narrow": (129, 65),
-    "cube": (3, 5, 257),
-    "vector": (5000,),
-    "scalar": (),
-}
+_SHAPES = (509, 256), (129, 65), (3, 5, 257), (5000,), ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +57,11 @@ def compare_with_optax(
     Leaves have several pages and a smaller last page.
     """
     generator = np.random.default_rng(0)
-    draw = lambda: {
-        key: generator.normal(size=shape).astype(np.float32)
-        for key, shape in _SHAPES.items()
-    }
+    draw = lambda: [generator.normal(size=x).astype(np.float32) for x in _SHAPES]
     # Magnitudes of 1 to about 2 make ulps comparable.
-    start = {key: np.copysign(1 + np.abs(x) / 4, x) for key, x in draw().items()}
+    start = [np.copysign(1 + np.abs(x) / 4, x) for x in draw()]
     gradients = [draw() for _ in range(steps)]
-    tx = paged(
-        inner, page_size=PAGE_BYTES, min_paged_size=0, device_budget=device_budget
-    )
+    tx = paged(inner, page_size=8192, min_paged_size=0, device_budget=device_budget)
     optax_params, optax_state = _train(inner, start, gradients)
     params, state = _train(tx, start, gradients)
     return Comparison(

@@ -8,36 +8,20 @@ and scales in memory, and `identity` names the codec in a state.
 
 from collections.abc import Callable
 
-from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
-from paged_optax.codecs.dynamic_int4 import DynamicInt4
-from paged_optax.codecs.dynamic_int8 import DynamicInt8
-from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3
-from paged_optax.codecs.layout import (
-    Arranged,
-    arranged,
-    axis_of_blocks,
-    get_codes,
-    unarranged,
-    values_per_entry,
-)
-
-__all__ = [
-    "Arranged",
-    "BFloat16Codec",
-    "Codec",
-    "DynamicInt4",
-    "DynamicInt8",
-    "Float8E4M3",
-    "Noise",
-    "Quantized",
-    "axis_of_blocks",
-    "arranged",
-    "get_codes",
-    "draw",
-    "named",
-    "unarranged",
-    "values_per_entry",
-]
+from paged_optax.codecs.codec import Codec as Codec
+from paged_optax.codecs.codec import Noise as Noise
+from paged_optax.codecs.codec import Quantized as Quantized
+from paged_optax.codecs.codec import draw as draw
+from paged_optax.codecs.dynamic_int4 import DynamicInt4 as DynamicInt4
+from paged_optax.codecs.dynamic_int8 import DynamicInt8 as DynamicInt8
+from paged_optax.codecs.floats import BFloat16Codec as BFloat16Codec
+from paged_optax.codecs.floats import Float8E4M3 as Float8E4M3
+from paged_optax.codecs.layout import Arranged as Arranged
+from paged_optax.codecs.layout import arranged as arranged
+from paged_optax.codecs.layout import axis_of_blocks as axis_of_blocks
+from paged_optax.codecs.layout import get_codes as get_codes
+from paged_optax.codecs.layout import unarranged as unarranged
+from paged_optax.codecs.layout import values_per_entry as values_per_entry
 
 _BY_NAME: dict[str, Callable[[bool], Codec | None]] = {
     "float32": lambda signed: None,

@@ -11,7 +11,6 @@ integers, and their scales integers with the bits of float32.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -250,7 +249,11 @@ def unarranged(
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     codes, packed = get_codes(stored), 32 // _bits(codec)
     # Moments with codes of this shape: one, or a word of them in an entry.
-    shapes = [codes.shape, *_unpacked(codes.shape, packed)]
+    shapes = [codes.shape]
+    for missing in range(packed) if codes.ndim > 1 else ():
+        *stack, rows, columns = codes.shape
+        shapes += [(*stack, rows, columns * packed - missing)]
+        shapes += [(*stack, rows * packed - missing, columns)]
     shapes = [
         x
         for x in (dict.fromkeys(shapes) if shape is None else [shape])
@@ -264,14 +267,6 @@ def unarranged(
     (shape,) = shapes
     codec = arranged(codec, shape)
     return codec.plain(stored, shape) if isinstance(codec, Arranged) else stored
-
-
-def _unpacked(shape: Shape, packed: int) -> Iterator[Shape]:
-    if len(shape) < 2:
-        return
-    for missing in range(packed):
-        yield (*shape[:-1], shape[-1] * packed - missing)
-        yield (*shape[:-2], shape[-2] * packed - missing, shape[-1])
 
 
 def axis_of_blocks(codec: Codec | None) -> int | None:

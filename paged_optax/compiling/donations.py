@@ -70,17 +70,11 @@ class Chosen(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A leaf of a step's arguments.
+    """A leaf of a step's arguments."""
 
-    Attributes:
-      key: The argument that it belongs to.
-      name: Its name in messages.
-      value: An array, a tracer, a Python number or a `ShapeDtypeStruct`.
-    """
-
-    key: ArgumentKey
-    name: str
-    value: Any
+    key: ArgumentKey  # the argument that it belongs to
+    name: str  # for messages
+    value: Any  # an array, a tracer, a Python number or a `ShapeDtypeStruct`
 
 
 def argument_leaves(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[Leaf]:

@@ -61,10 +61,8 @@ def _equations(
         if name == "platform_index" or (name == "clamp" and by_platform):
             platform_index.update(eqn.outvars)
         yield eqn, around, by_platform
-        # A conditional has its jaxprs in a tuple, others have one.
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if isinstance(inner, _Jaxpr):
-                yield from _equations(inner, (eqn, *around), visited)
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _equations(inner, (eqn, *around), visited)
 
 
 def _variables(eqn: core.JaxprEqn) -> list[core.Var]:

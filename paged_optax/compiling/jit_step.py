@@ -114,10 +114,9 @@ def _checked(leaves: Sequence[PyTree]) -> Generator[None]:
 
 def _divided(leaves: Sequence[PyTree]) -> contextlib.AbstractContextManager[None]:
     """Has JAX trace by the arguments' shardings, if any is on several devices."""
-    shardings = sharding_list(leaves)
-    if not shardings:
-        return contextlib.nullcontext()
-    return within(argument_shardings=shardings)
+    if shardings := sharding_list(leaves):
+        return within(argument_shardings=shardings)
+    return contextlib.nullcontext()
 
 
 class Step:
@@ -163,7 +162,7 @@ class Step:
         try:
             committed = {getattr(x, "committed", False) for x in leaves}
             if False in committed and (True in committed or self._types):
-                args, kwargs = self._commit(args, kwargs)
+                args, kwargs = commit_donated(args, kwargs, self._donated, self._types)
                 leaves = jax.tree.leaves((args, kwargs))
             with _divided(leaves), contextlib.suppress(_NotCompiled):
                 if self.compiled is not None:
@@ -184,7 +183,8 @@ class Step:
     def compile(self, *args: PyTree, **kwargs: PyTree) -> Compiled:
         """The program for arguments like these, compiled unless it already is."""
         args, kwargs = jax.tree.map(_typed, (args, kwargs))
-        return self._compile(*self._commit(args, kwargs))
+        committed = commit_donated(args, kwargs, self._donated, self._types)
+        return self._compile(*committed)
 
     def _jit_of(self, run: Callable[..., PyTree], **options: Any) -> Wrapped:
         run.__name__ = getattr(self._step, "__name__", "step")
@@ -212,11 +212,6 @@ class Step:
             )
         )
         self._jitted: Any = self._jit()
-
-    def _commit(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        return commit_donated(args, kwargs, self._donated, self._types)
 
     def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:
         leaves = [x for x in argument_leaves(args, kwargs) if x.key not in self._static]

@@ -112,7 +112,6 @@ class Workload:
 
     batch: int  # sequences
     length: int  # tokens of a sequence
-    heads: int | None = None
     score_blocks: int = 1
     fused_head: bool = False
 
@@ -167,7 +166,8 @@ def get_sizes(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
         sum(projected),
         max(projected, default=0),
         query,
-        assumed if heads is None else heads,
+        # Products of NumPy's integers overflow.
+        assumed if heads is None else int(heads),
         vocabulary,
         outputs.count(vocabulary) < 2,
         max((x for _, x in layers.one), key=lambda x: x.size).dtype.itemsize,

@@ -82,7 +82,7 @@ class Footprints:
       arguments: Further arguments of `paged`, as code.
       devices: Devices that divide the model. Rows have the device bytes of one, and the
         host bytes of all.
-      host_memory: Host memory in bytes; None if it is not counted.
+      host_memory: Host memory in bytes; infinite if it is not counted.
     """
 
     rows: tuple[Footprint, ...]
@@ -94,7 +94,7 @@ class Footprints:
     inner: str = "inner"
     arguments: str = ""
     devices: int = 1
-    host_memory: int | None = None
+    host_memory: float = math.inf
 
     def __getitem__(self, index: int) -> Footprint:
         return self.rows[index]
@@ -118,11 +118,7 @@ class Footprints:
 
     def fits(self, row: Footprint) -> bool:
         """True if a way leaves some of `available`, and takes what the host has."""
-        return self.left(row) > 0 and row.host <= self._host
-
-    @property
-    def _host(self) -> float:
-        return math.inf if self.host_memory is None else self.host_memory
+        return self.left(row) > 0 and row.host <= self.host_memory
 
     @property
     def fitting(self) -> tuple[Footprint, ...]:
@@ -209,7 +205,7 @@ class Footprints:
             text = f"No way that trains all parameters fits. Adapters do: {ways}."
             return wrap_text(text)
         lowest = max(self.rows, key=self.left)
-        over = {"device": -self.left(lowest), "host": lowest.host - self._host}
+        over = {"device": -self.left(lowest), "host": lowest.host - self.host_memory}
         missing = [f"{size(x)} too much of the {n}" for n, x in over.items() if x > 0]
         return wrap_text(
             f"Nothing fits: {lowest.way} takes the least of the device, and"
@@ -248,7 +244,7 @@ class Footprints:
                 f"Device and link are those of each of {self.devices} devices, which"
                 " divide the parameters, moments and batch. Host is that of all."
             )
-        if self.host_memory is not None:
+        if self.host_memory < math.inf:
             size = readable_bytes(self.host_memory)
             yield f"Fits counts the {size} of the host too."
         if self.share == 1:

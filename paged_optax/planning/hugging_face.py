@@ -92,10 +92,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def config_heads(path: pathlib.Path) -> int | None:
-    """Attention heads in the `config.json` of a checkpoint; None without either.
-
-    A model of several parts has the decoder's fields in `text_config`.
-    """
+    """Attention heads in the `config.json` of a checkpoint; None without either."""
     if path.suffix != ".json":
         path = (path if path.is_dir() else path.parent) / "config.json"
     if not path.is_file():

@@ -162,7 +162,20 @@ def what_fits(
     for name, count in counts.items():
         if count is not None:
             check_count(name, count, 1)
-    workload = _workload(batch, length, devices, heads, score_blocks, fused_head)
+    workload = None
+    if batch is not None and length is not None:
+        if batch % devices:
+            raise ValueError(
+                f"batch={batch} cannot be divided over devices={devices}: pass a"
+                " multiple."
+            )
+        blocks, part = int(score_blocks), int(batch) // devices
+        workload = Workload(part, int(length), blocks, fused_head)
+    elif batch is not None or length is not None:
+        raise ValueError(
+            f"batch={brief(batch)} and length={brief(length)}: pass both, the sequences"
+            " of a step and the tokens of a sequence, or none."
+        )
     transformation = optax.adamw(float(RATE)) if inner is None else inner
     mesh = jax.sharding.AbstractMesh((devices,), ("data",)) if devices > 1 else None
     paging: dict[str, Any] = {
@@ -197,7 +210,7 @@ def what_fits(
                 f"batch={batch}: activations are counted by layers that are alike, and"
                 " params has none. Leave batch and length out."
             )
-        sizes, assumed = get_sizes(equal, workload.heads)
+        sizes, assumed = get_sizes(equal, heads)
         retained = ActivationBytes.of(sizes, workload)
         operations = sizes.operations(values, workload)
         messages += [assumed]
@@ -231,8 +244,9 @@ def what_fits(
             for row in rows
             if row.by_layers and not row.adapters
         ]
+    host = math.inf
     if host_memory is not None:
-        host_memory = parse_bytes("host_memory", host_memory)
+        host = parse_bytes("host_memory", host_memory)
     return Footprints(
         rows,
         machine,
@@ -243,7 +257,7 @@ def what_fits(
         f"optax.adamw({RATE})" if inner is None else "inner",
         _code(codec, **paging),
         devices,
-        host_memory,
+        host,
     )
 
 
@@ -286,31 +300,6 @@ def _code(
         "codec": text(codec) if isinstance(codec, str) else codec and "codec",
     }
     return ", ".join(f"{name}={x}" for name, x in args.items() if x)
-
-
-def _workload(
-    batch: int | None,
-    length: int | None,
-    devices: int,
-    heads: int | None,
-    score_blocks: int,
-    fused_head: bool,
-) -> Workload | None:
-    if batch is None and length is None:
-        return None
-    if batch is None or length is None:
-        raise ValueError(
-            f"batch={brief(batch)} and length={brief(length)}: pass both, the sequences"
-            " of a step and the tokens of a sequence, or none."
-        )
-    if batch % devices:
-        raise ValueError(
-            f"batch={batch} cannot be divided over devices={devices}: pass a multiple."
-        )
-    # Products of NumPy's integers overflow.
-    heads = None if heads is None else int(heads)
-    part = int(batch) // devices
-    return Workload(part, int(length), heads, int(score_blocks), fused_head)
 
 
 def _name(codec: CodecRules) -> str:

@@ -2,7 +2,8 @@
 
 import collections
 import functools
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -190,27 +191,17 @@ def rebalance(
     used = [recent_paths] if isinstance(recent_paths, str) else recent_paths
     groups = map(parameters_of(state_leaves).group, used)
     recent = dict.fromkeys(reversed([path for group in groups for path in group]))
-    residents = set(totals) if budget is None else _residents(recent, totals, budget)
+    residents = set(totals)
+    if budget is not None:
+        fitting = [x for x in recent if totals[x] <= budget]
+        sums = itertools.accumulate(totals[x] for x in fitting)
+        residents = {x for x, size in zip(fitting, sums, strict=True) if size <= budget}
     for to_host in (True, False):
         move = functools.partial(_moved_to, kind=default_memory_kind(to_host))
         for index, leaf in enumerate(state_leaves):
             if movable[index] and (leaf.parameter in residents) != to_host:
                 values[index] = jax.tree.map(move, leaf.value)
     return unflatten_like(state, values)
-
-
-def _residents(
-    recent: Iterable[KeyPath], totals: Mapping[KeyPath, int], budget: int
-) -> set[KeyPath]:
-    """Returns the parameters that fit, from the most recently used on."""
-    residents, left = set[KeyPath](), budget
-    for parameter in recent:
-        if totals[parameter] <= budget:
-            left -= totals[parameter]
-            if left < 0:
-                break
-            residents.add(parameter)
-    return residents
 
 
 def _moved_to(x: Array, kind: str) -> Array:

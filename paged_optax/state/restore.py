@@ -1,7 +1,6 @@
 """States that are restored: described without allocating, and put in place."""
 
 import functools
-from collections.abc import Mapping
 
 import jax
 from jax import Array
@@ -35,9 +34,6 @@ from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.parameter_shardings import check_even
 from paged_optax.transform.planned_moments import explicitly_typed
 from paged_optax.transform.trees import leaf_paths, parameter_of
-
-#: The arrays of a state by the names of their keys, whatever the containers.
-_ByName = Mapping[tuple[str, ...], ArrayOrShape]
 
 
 def abstract_state(
@@ -243,7 +239,19 @@ def placed_as(target: PyTree[jax.ShapeDtypeStruct], state: PyTree) -> PyTree:
         if name not in arrays and before in arrays and is_codes_field(name[-1]):
             arrays[name] = arrays.pop(before)
     for name in [*targets, *arrays]:
-        _check_equal(name, arrays, targets)
+        array, place = (
+            dtype_and_shape(x[name]) if name in x else None for x in (arrays, targets)
+        )
+        if array != place:
+            raise ValueError(
+                f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx"
+                f" for these parameters has {place or 'none'}: pass the transformation,"
+                " with its codec, and the parameters, divided as they were, that the"
+                " state was made with; of a checkpoint, the part that is the state. A"
+                " state of stacked layers is model.stack_state(state) of an ordinary"
+                " step's, and model.unstack_state(state) is the way back. To change the"
+                " codec, begin with new moments, tx.init(params)."
+            )
     placed = map(_placed, (arrays[name] for name in targets), jax.tree.leaves(target))
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
     return unflatten_like(state if same else target, [*placed])
@@ -252,22 +260,6 @@ def placed_as(target: PyTree[jax.ShapeDtypeStruct], state: PyTree) -> PyTree:
 def _by_name(state: PyTree) -> dict[tuple[str, ...], ArrayOrShape]:
     flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(state))
     return {key_names(path): x for path, x in flat}
-
-
-def _check_equal(name: tuple[str, ...], arrays: _ByName, targets: _ByName) -> None:
-    array, place = (
-        dtype_and_shape(x[name]) if name in x else None for x in (arrays, targets)
-    )
-    if array != place:
-        raise ValueError(
-            f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx for"
-            f" these parameters has {place or 'none'}: pass the transformation, with"
-            " its codec, and the parameters, divided as they were, that the state was"
-            " made with; of a checkpoint, the part that is the state. A state of stacked"
-            " layers is model.stack_state(state) of an ordinary step's, and back it is"
-            " model.unstack_state(state). To change the codec, begin with new moments,"
-            " tx.init(params)."
-        )
 
 
 def _placed(

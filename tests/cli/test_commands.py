@@ -228,7 +228,7 @@ def test_rates_of_a_link_that_is_there(monkeypatch):
     """The loops run on the CPU too, whose rates say nothing and are not shown."""
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
     rates = list(machine.measure(32 << 20, 2))
-    assert [rate.name for rate in rates] == list(machine.programs())
+    assert len({rate.name for rate in rates}) == len(rates) == 6
     for rate in rates:
         assert not rate.reason
         assert len(rate.gigabytes_per_second) == 2 and rate.median > 0
@@ -238,6 +238,6 @@ def test_rates_of_a_link_that_is_there(monkeypatch):
 
 def test_a_link_that_loses_values_is_reported(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(machine, "whole", lambda to, *arrays: arrays[len(to) :])
+    monkeypatch.setattr(machine, "whole", lambda sources, targets: targets)
     first = next(machine.measure(16 << 20, 1))
     assert "are not those that were sent" in first.reason

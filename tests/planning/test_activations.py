@@ -229,7 +229,7 @@ def test_bytes_by_hand():
     assert held.scores == 2 * 2 * 16 * 16 * (4 + 3 * 2)
     assert held.head == 32 * 1000 * (4 + 2) + 4 * 32 * 64 * 2
     assert held.waiting == 32 * 1000 * 2
-    fused = ActivationBytes.of(found, Workload(2, 16, None, 2, True))
+    fused = ActivationBytes.of(found, Workload(2, 16, 2, True))
     assert (fused.saved, fused.layer) == (held.saved, held.layer)
     assert (2 * fused.scores, fused.waiting) == (held.scores, 64 * 1000 * 2)
     untied, _ = sizes(PLAIN | {"head": jax.ShapeDtypeStruct((64, 1000), jnp.bfloat16)})
