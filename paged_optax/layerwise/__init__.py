@@ -7,11 +7,11 @@
 - `sweep`: the passes over the layers. `clipping` measures, clips and stores their
   gradients.
 - `layer_optimizer`: applies the transformation to one layer. `tree_update` runs it on
-  the loss's own tree (`layer_tree`), `same_updates` finds layers of one kind,
-  `tree_init` initializes the state, and `layered_state` lists its leaves.
-- `layerwise_model`, `forward`: the model's functions; `explicit_axes`: their meshes;
-  `dependencies`, `residuals`: the leaves that have gradients; `loss`: the loss.
-- `parameters`, `weights`, `slices`: stacked parameters, and access to their slices.
+  the loss's own tree (`layer_tree`), and initializes its state; `same_updates` finds
+  layers of one kind, and `layered_state` lists the state's leaves.
+- `layerwise_model`, `forward`: the model's functions, and their meshes; `dependencies`:
+  the leaves that have gradients, and residuals; `loss`: the loss.
+- `parameters`, `slices`: stacked parameters, and access to their slices.
 - `workspace`: buffers of gradients.
 """
 

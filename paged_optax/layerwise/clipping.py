@@ -142,12 +142,6 @@ class WorkspaceSink:
     norm: Float[Array, ""] | None
     chunked: Sequence[Array]
 
-    def start(self, workspace: GradientWorkspace) -> WorkspaceCarry:
-        """The carry before the last layer."""
-        layered = self.optimizer.layered
-        small, zero = layered.small_gradients(), self.clipping.zero
-        return WorkspaceCarry(zero, layered.moments, workspace, small)
-
     def visit(
         self,
         carry: WorkspaceCarry,

@@ -37,13 +37,13 @@ from paged_optax.layerwise.loss import (
 from paged_optax.layerwise.overlap import Overlap
 from paged_optax.layerwise.slices import (
     LayerIndex,
+    Weights,
     over_layers,
     read_slice,
     write_slice,
 )
 from paged_optax.layerwise.sweep import Activations, BackwardPass, ForwardPass
 from paged_optax.layerwise.updates import StepResult, TracedStep
-from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace, Pending
 
 # The statistics so far, the gradients of all layers, and the workspace without them.
@@ -151,7 +151,7 @@ def update_after_norm(
     norm, stacks, host = lax.optimization_barrier(
         (measure.norm, stacks, jax.tree.leaves(workspace.host))
     )
-    optimizer = step.optimizer.only_if(step.guard.passes(measure))
+    optimizer = step.optimizer.only_if(step.guard.decided(measure)[0])
     gradients = HostGradients(host, gradient_dtypes(workspace), clipping, norm)
     weights = dataclasses.replace(weights, stacks=stacks)
     updated = _update_layers(optimizer, weights, gradients)
@@ -296,7 +296,7 @@ def update_next_step(
         step, dataclasses.replace(weights, stacks=stacks), rest, workspace, batch, ran
     )
     measure += step.clipping.measure(by_rest)
-    norm, waits = measure.norm, jnp.asarray(step.guard.passes(measure))
+    norm, waits = measure.norm, jnp.asarray(step.guard.decided(measure)[0])
     pending = Pending(waits, norm, step.clipping.clipped(by_rest, norm))
     cast = lambda new, old: new.astype(old.dtype)
     pending = jax.tree.map(cast, pending, workspace.pending)

@@ -19,14 +19,16 @@ from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import LayerNumbers
 from paged_optax.layerwise.layered_state import Group, LayeredState
-from paged_optax.layerwise.slices import LayerIndex, read_moment, write_moment
-from paged_optax.layerwise.tree_update import Leaves, TreeUpdate, Updated
-from paged_optax.layerwise.weights import (
+from paged_optax.layerwise.slices import (
+    LayerIndex,
     add_in_place,
     fetch_after,
     host_like,
     on_device,
+    read_moment,
+    write_moment,
 )
+from paged_optax.layerwise.tree_update import Leaves, TreeUpdate, Updated
 from paged_optax.transform.context import Gate, current, only_if, within
 
 Tree = TypeVar("Tree", bound=PyTree)

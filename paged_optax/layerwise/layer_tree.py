@@ -223,19 +223,16 @@ def _replace(
             children = structure.flatten_up_to(node)
         except (TypeError, ValueError):
             return None
-        return children if all(map(_is_entry, children)) else None
+        # One parameter's entry in a tree of moments is a leaf, or no moment.
+        leaf = lambda x: jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+        entry = lambda x: isinstance(x, optax.MaskedNode) or is_stored(x) or leaf(x)
+        return children if all(map(entry, children)) else None
 
     is_leaf = lambda node: is_stored(node) or entries(node) is not None
     replace = lambda node: (
         node if is_stored(node) or (x := entries(node)) is None else combine(x)
     )
     return jax.tree.map(replace, tree, is_leaf=is_leaf)
-
-
-def _is_entry(x: PyTree) -> bool:
-    """True if a node can be one parameter's entry in a tree of moments."""
-    leaf = isinstance(x, optax.MaskedNode) or is_stored(x)
-    return leaf or jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
 
 
 def tree_leaves(

@@ -11,8 +11,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
-from paged_optax.layerwise.forward import ModelFunctions, check_same_input
+from paged_optax.layerwise.forward import (
+    ModelFunctions,
+    check_same_input,
+    on_automatic_axes,
+    on_explicit_axes,
+)
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
 from paged_optax.layerwise.parameters import (
@@ -22,8 +26,8 @@ from paged_optax.layerwise.parameters import (
     stack_length,
     widest,
 )
-from paged_optax.layerwise.tree_init import init_stacked
-from paged_optax.layerwise.weights import on_device
+from paged_optax.layerwise.slices import on_device
+from paged_optax.layerwise.tree_update import init_stacked
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.restore import abstract_state, placed_as
 

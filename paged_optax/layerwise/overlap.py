@@ -27,12 +27,15 @@ from paged_optax.backend.types import in_shard_map
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.clipping import HostGradients, WorkspaceCarry, WorkspaceSink
+from paged_optax.layerwise.dependencies import Saved
 from paged_optax.layerwise.layer_optimizer import LayerLeaves, LayerOptimizer
 from paged_optax.layerwise.layered_state import group_leaves
-from paged_optax.layerwise.residuals import Saved
 from paged_optax.layerwise.segments import Values, ends_of, in_segments
 from paged_optax.layerwise.slices import (
     LayerIndex,
+    Prefetched,
+    Vectors,
+    Weights,
     over_layers,
     read_moment,
     read_slice,
@@ -45,7 +48,6 @@ from paged_optax.layerwise.sweep import (
     ForwardPass,
     PrologueGradients,
 )
-from paged_optax.layerwise.weights import Prefetched, Vectors, Weights
 
 
 def can_overlap(optimizer: LayerOptimizer) -> bool:
@@ -121,9 +123,24 @@ class Overlap:
         inputs, cts = backward.read(last), backward.first_gradients(dx)
         results = backward.pull(slices, *inputs, cts, jnp.int32(last))
         state, (gradients, cts) = self._wait(-1, state, results)
+
+        def body(
+            i: LayerIndex, next_item: LayerIndex | None, carry: _BackwardCarry
+        ) -> _BackwardCarry:
+            """Differentiates layer i, and updates layer i + 1."""
+            inner, cts, state, loaded = carry
+            state, slices = self._read(state, i, vectors)
+            fetched, layer, by = state.weights, i + 1, sink.read(inner, i + 1)
+            update = functools.partial(self._update, layer, i, next_item, loaded, by)
+            args = slices, *backward.read(i), cts, i
+            state, results = self._overlapping(backward.pull, args, state, update)
+            gradients, cts = results
+            # Parameters that were fetched for a layer's gradients stay for its update.
+            return sink.store(inner, i, gradients), cts, state, fetched
+
         carry, cts, state, loaded = over_layers(
             last,
-            functools.partial(self._backward_body, backward, sink, vectors),
+            body,
             (sink.store(start, last, gradients), cts, state, loaded),
             backward=True,
             prefetches=weights.prefetches,
@@ -133,26 +150,6 @@ class Overlap:
         update = functools.partial(self._update, 0, None, None, loaded, by)
         state = self._update_all(state, update)
         return carry._replace(moments=state.moments), state.stacks, cts
-
-    def _backward_body(
-        self,
-        backward: BackwardPass,
-        sink: WorkspaceSink,
-        vectors: Vectors,
-        i: LayerIndex,
-        next_item: LayerIndex | None,
-        carry: _BackwardCarry,
-    ) -> _BackwardCarry:
-        """Differentiates layer i, and updates layer i + 1."""
-        inner, cts, state, loaded = carry
-        state, slices = self._read(state, i, vectors)
-        fetched, layer, by = state.weights, i + 1, sink.read(inner, i + 1)
-        update = functools.partial(self._update, layer, i, next_item, loaded, by)
-        args = slices, *backward.read(i), cts, i
-        state, results = self._overlapping(backward.pull, args, state, update)
-        gradients, cts = results
-        # Parameters that were fetched for a layer's gradients stay for its update.
-        return sink.store(inner, i, gradients), cts, state, fetched
 
     def forward(
         self, forward: ForwardPass, chunked: Sequence[Array]
@@ -165,7 +162,30 @@ class Overlap:
         # The first layer is updated before any layer runs forward.
         update = functools.partial(self._update, 0, 1, None, {}, [])
         state = self._update_all(state, update)
-        body = functools.partial(self._forward_body, forward)
+
+        def body(
+            i: LayerIndex,
+            next_item: LayerIndex | None,
+            carry: tuple[Activations, InFlight],
+        ) -> tuple[Activations, InFlight]:
+            """Runs layer i forward, and updates layer i + 1."""
+            activations, state = carry
+            # The previous turn updated some of its parameters, which it fetched for it.
+            state, slices = self._read(state, i, {})
+            state = state._replace(weights={})
+
+            def run(
+                i: LayerIndex, slices: list[Array], x: PyTree
+            ) -> tuple[PyTree, PyTree, Saved | None]:
+                nonlocal state
+                after = None if next_item is None else next_item + 1
+                update = functools.partial(self._update, i + 1, after, None, {}, [])
+                args = i, slices, x
+                state, results = self._overlapping(forward.layer, args, state, update)
+                return results
+
+            return activations.after(i, slices, run), state
+
         carry = activations, state
         carry = over_layers(last, body, carry, prefetches=True, makes_room=True)
         activations, state = carry
@@ -175,31 +195,6 @@ class Overlap:
         activations = activations.after(i, slices, forward.layer)
         stacks, chunked = state.stacks[: len(trained)], state.stacks[len(trained) :]
         return activations, stacks, state.moments, chunked
-
-    def _forward_body(
-        self,
-        forward: ForwardPass,
-        i: LayerIndex,
-        next_item: LayerIndex | None,
-        carry: tuple[Activations, InFlight],
-    ) -> tuple[Activations, InFlight]:
-        """Runs layer i forward, and updates layer i + 1."""
-        activations, state = carry
-        # The previous turn updated some of its parameters, which it fetched for that.
-        state, slices = self._read(state, i, {})
-        state = state._replace(weights={})
-
-        def run(
-            i: LayerIndex, slices: list[Array], x: PyTree
-        ) -> tuple[PyTree, PyTree, Saved | None]:
-            nonlocal state
-            after = None if next_item is None else next_item + 1
-            update = lambda *args: self._update(i + 1, after, None, {}, [], *args)
-            args = i, slices, x
-            state, results = self._overlapping(forward.layer, args, state, update)
-            return results
-
-        return activations.after(i, slices, run), state
 
     @functools.cached_property
     def _shards(self) -> list[Shards | None]:

@@ -15,7 +15,7 @@ from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import check_rate, check_transformation
 from paged_optax.layerwise.clipping import Clipping
 from paged_optax.layerwise.dependencies import chunked_leaves
-from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
+from paged_optax.layerwise.forward import on_automatic_axes, on_explicit_axes
 from paged_optax.layerwise.host_updates import (
     finish_update,
     update_after_norm,
@@ -42,6 +42,7 @@ from paged_optax.layerwise.step_arguments import (
 from paged_optax.layerwise.tree_update import TreeUpdate
 from paged_optax.layerwise.updates import Guard, TracedStep, update_at_once
 from paged_optax.layerwise.workspace import GradientWorkspace
+from paged_optax.step_skipping import wrapper_of
 
 # XLA:TPU copies whole host stacks that are updated during other layers' gradients
 # (libtpu 0.0.52: 1.5 GB for 36 layers of float32). A CPU has no link.
@@ -299,7 +300,15 @@ class LayerwiseStep:
 
         warn_of_moved(answers, workspace)
         known_first = workspace.host is not None or clipping.needed_first
-        step.guard.check_known(known_first)
+        if step.guard.wrapper is not None and not known_first:
+            raise ValueError(
+                "tx is an apply_if_finite, whose `reduce_and` combines all gradients,"
+                " and here each layer is updated before the next one's are there. They"
+                " are all known first with a workspace of"
+                " GradientWorkspace.allocate(..., host_dtype='float32');"
+                " or with max_norm= (and clip='global'), at the price of a second"
+                " backward pass."
+            )
         # Nothing overlaps if a separate backward pass computes the norm. The gradients
         # of two layers would take more memory than that first pass.
         apart = self._accumulate if deferred else known_first
@@ -345,10 +354,12 @@ class LayerwiseStep:
         check_inexact(params)
         workspace.check(partition.layers, partition.rest)
         fresh = check_state(self._tx, params, state, tree)
-        guard = Guard(self._tx, state)
-        tests_finite = guard.wrapper is not None
+        wrapper = wrapper_of(self._tx)
+        tx, inside = self._tx, lambda state: state
+        if wrapper is not None:
+            tx, inside = wrapper.inner, wrapper.inside
         dtype = widest(partition.rest, workspace.gradients)
-        clipping = Clipping(self._max_norm, self._clip, dtype, tests_finite)
+        clipping = Clipping(self._max_norm, self._clip, dtype, wrapper is not None)
         if workspace.pending is not None and clipping.by_layer:
             raise ValueError(
                 "clip='layer' with a workspace of deferred updates: a layer's own norm"
@@ -360,15 +371,14 @@ class LayerwiseStep:
         )
         gradients = workspace.gradients
         layered = LayeredState(
-            params, partition, guard.inside(state), gradients, (shards, moments)
+            params, partition, inside(state), gradients, (shards, moments)
         )
-        tree_state = None if fresh is None else guard.inside(fresh)
-        update = TreeUpdate.create(guard.tx, tree, layered, tree_state)
+        tree_state = None if fresh is None else inside(fresh)
+        update = TreeUpdate.create(tx, tree, layered, tree_state)
         enabled = True if workspace.pending is None else workspace.pending.waits
         optimizer = LayerOptimizer(update, enabled)
         if frozen is not None:
             frozen = Partition.of_frozen(frozen, self._layers, layered.length)
         model = self._model.functions(partition, frozen, self._activations_on_host)
-        return TracedStep(
-            model, partition, optimizer, clipping, guard, self._accumulate
-        )
+        guard = Guard(wrapper, state)
+        return TracedStep(model, optimizer, clipping, guard, self._accumulate)

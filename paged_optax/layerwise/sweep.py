@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.platforms import on_platforms
-from paged_optax.layerwise.dependencies import learned, used
+from paged_optax.layerwise.dependencies import Learned, Saved, learned, used
 from paged_optax.layerwise.forward import (
     EpilogueGradients,
     ModelFunctions,
@@ -26,21 +26,18 @@ from paged_optax.layerwise.forward import (
     select,
     select_inexact,
 )
-from paged_optax.layerwise.residuals import Learned, Saved
 from paged_optax.layerwise.slices import (
     Carry,
     LayerIndex,
-    over_layers,
-    read_slice,
-    write_slice,
-    written_back,
-)
-from paged_optax.layerwise.weights import (
     Prefetched,
     Weights,
     bind_prefetched,
     fetch_after,
     on_device,
+    over_layers,
+    read_slice,
+    write_slice,
+    written_back,
 )
 
 #: `visit(carry, i, slices, gradients)` receives one layer's gradients. It returns the

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import optax
 from jax import Array, lax
-from jaxtyping import Bool, Float, PyTree
+from jaxtyping import Float, PyTree
 
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.clipping import (
     Clipping,
     GradientStats,
+    WorkspaceCarry,
     WorkspaceSink,
     gradient_dtypes,
 )
@@ -20,12 +20,11 @@ from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
 from paged_optax.layerwise.overlap import Overlap
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.slices import is_sliced
+from paged_optax.layerwise.slices import Weights, host_like, is_sliced, on_device
 from paged_optax.layerwise.step_arguments import known_shards
 from paged_optax.layerwise.sweep import BackwardPass, ForwardPass
-from paged_optax.layerwise.weights import Weights, host_like, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
-from paged_optax.step_skipping import IfFinite, wrapper_of
+from paged_optax.step_skipping import IfFinite
 from paged_optax.transform.context import Gate
 
 #: The new parameters, state and workspace, and the metrics.
@@ -40,53 +39,26 @@ class Guard:
     tests them instead, and Optax's own code counts the errors.
 
     Attributes:
-      wrapped: The transformation, with the wrapper or without.
+      wrapper: The wrapper, or None.
       outer: Its state.
     """
 
-    wrapped: optax.GradientTransformation
+    wrapper: IfFinite | None
     outer: PyTree
 
-    @property
-    def wrapper(self) -> IfFinite | None:
-        """The wrapper, or None."""
-        return wrapper_of(self.wrapped)
-
-    @property
-    def tx(self) -> optax.GradientTransformation:
-        """The transformation without the wrapper."""
-        return self.wrapped if self.wrapper is None else self.wrapper.inner
-
-    def inside(self, state: PyTree) -> PyTree:
-        """The inner state of a state of the wrapper."""
-        return state if self.wrapper is None else self.wrapper.inside(state)
-
-    def check_known(self, known: bool) -> None:
-        """Raises if layers are updated before all gradients exist."""
-        if self.wrapper is not None and not known:
-            raise ValueError(
-                "tx is an apply_if_finite, whose `reduce_and` combines all gradients,"
-                " and here each layer is updated before the next one's are there. They"
-                " are all known first with a workspace of"
-                " GradientWorkspace.allocate(..., host_dtype='float32');"
-                " or with max_norm= (and clip='global'), at the price of a second"
-                " backward pass."
-            )
-
-    def passes(self, measure: GradientStats) -> Gate:
-        """True if the update happens."""
-        return True if self.wrapper is None else self._decided(measure)[0]
+    def decided(self, measure: GradientStats) -> tuple[Gate, PyTree]:
+        """Returns whether the update happens, and the wrapper's next state."""
+        if self.wrapper is None:
+            return True, self.outer
+        assert measure.finite is not None
+        return self.wrapper.decided(measure.finite, self.outer)
 
     def around(self, state: PyTree, measure: GradientStats | None) -> PyTree:
         """Builds the wrapper's state."""
         if self.wrapper is None:
             return state
-        outer = self.outer if measure is None else self._decided(measure)[1]
+        outer = self.outer if measure is None else self.decided(measure)[1]
         return outer._replace(inner_state=state)
-
-    def _decided(self, measure: GradientStats) -> tuple[Bool[Array, ""], PyTree]:
-        assert self.wrapper is not None and measure.finite is not None
-        return self.wrapper.decided(measure.finite, self.outer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +72,16 @@ class TracedStep:
     """
 
     model: ModelFunctions
-    partition: Partition
     optimizer: LayerOptimizer
     clipping: Clipping
     guard: Guard
     accumulate: bool
     overlaps: bool = False
+
+    @property
+    def partition(self) -> Partition:
+        """All parameters."""
+        return self.optimizer.layered.partition
 
     def weights(self) -> Weights:
         """The layers' parameters, placed so that layers can be sliced."""
@@ -115,8 +91,10 @@ class TracedStep:
         trees = self.partition.layers, frozen.layers if frozen else None
         shards = layered.of_layers(layered.shards)
         shards += known_shards((), trees[1], moments=False)
-        layers, fixed = jax.tree.map(place, trees)
-        return Weights.create(layers, fixed, shards)
+        trees = jax.tree.map(place, trees)
+        layers, fixed = map(jax.tree.leaves, trees)
+        structure = jax.tree.structure(trees)
+        return Weights(layers, fixed, structure, layered.length, shards)
 
     def params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, in the memory that they came from."""
@@ -134,7 +112,7 @@ class TracedStep:
         measure: GradientStats,
     ) -> tuple[PyTree, PyTree]:
         """Updates all but the layers' matrices."""
-        optimizer = self.optimizer.only_if(self.guard.passes(measure))
+        optimizer = self.optimizer.only_if(self.guard.decided(measure)[0])
         layered = optimizer.layered
         count = len(stacks) - len(layered.chunked)
         others = layered.others_with(layered.params, stacks[count:])
@@ -162,12 +140,13 @@ def update_at_once(
     # The gradients of all layers exist at no time: a first pass finds their norm.
     if clipping.needed_first:
         measure, norm, by_rest, backward = _measured_first(clipping, backward)
-        optimizer = optimizer.only_if(step.guard.passes(measure))
+        optimizer = optimizer.only_if(step.guard.decided(measure)[0])
     layered = optimizer.layered
     leaves = partition.combine(weights.stacks, partition.others(by_rest))
     chunked = [leaves[n] for n in layered.chunked]
     sink = WorkspaceSink(optimizer, clipping, norm, chunked)
-    start = sink.start(workspace)
+    small = layered.small_gradients()
+    start = WorkspaceCarry(clipping.zero, layered.moments, workspace, small)
     if step.overlaps:
         overlap = Overlap(optimizer, weights)
         carry, stacks, cts = overlap.backward(backward, sink, start)

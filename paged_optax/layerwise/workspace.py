@@ -225,27 +225,6 @@ class GradientWorkspace:
         Raises:
           ValueError: If the workspace is allocated for other parameters.
         """
-        layers, rest = jax.tree.map(placed_shape, self._allocated_for(params))
-        dtype = None if self.host is None else jax.tree.leaves(self.host)[0].dtype
-        new = GradientWorkspace.allocate(
-            layers,
-            host_dtype=None if self.on_device else dtype,
-            device_dtype=dtype if self.on_device else None,
-            rest=None if self.pending is None else rest,
-        )
-        retyped = functools.partial(jax.tree.map, lambda x, y: x.update(dtype=y.dtype))
-        gradients = retyped(new.gradients, self.gradients)
-        pending = new.pending
-        if pending is not None:
-            stack = jax.tree.leaves(layers)[0]
-            pending = _nothing_pending(rest, jax.tree.leaves(gradients), stack)
-        host = retyped(new.host, self.host)
-        return dataclasses.replace(
-            self, gradients=gradients, host=host, pending=pending
-        )
-
-    def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the layers' parameters, and the others."""
         rest = by_name(params)
         if not rest:
             raise ValueError(
@@ -256,7 +235,21 @@ class GradientWorkspace:
         same = (name for name, x in rest.items() if jax.tree.structure(x) == layer)
         layers = rest.pop("layers" if "layers" in rest else next(same, [*rest][0]))
         self.check(layers, rest)
-        return layers, rest
+        layers, rest = jax.tree.map(placed_shape, (layers, rest))
+        typed = lambda x, g: zeros(x, g.shape, g.dtype)
+        stored = lambda x, g: zeros(
+            x, g.shape, g.dtype, host=is_sliced(x) and not self.on_device
+        )
+        gradients = jax.tree.map(typed, layers, self.gradients)
+        host, pending = self.host, self.pending
+        if host is not None:
+            host = jax.tree.map(stored, layers, host)
+        if pending is not None:
+            stack = jax.tree.leaves(layers)[0]
+            pending = _nothing_pending(rest, jax.tree.leaves(gradients), stack)
+        return dataclasses.replace(
+            self, gradients=gradients, host=host, pending=pending
+        )
 
     def check(self, layers: PyTree, rest: PyTree = None) -> None:
         """Raises if the workspace is allocated for a model of other sizes.
