@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure, fixed_variables
-from paged_optax.backend.types import ArrayOrShape, PyTreeDef
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import ArrayOrShape, KeyPath, PyTreeDef
 from paged_optax.state.leaves import is_quantized
 
 
@@ -46,6 +47,22 @@ class SomeLayers:
 
     stack: PyTree
     present: tuple[bool, ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stacked"], meta_fields=["masked"]
+)
+@dataclasses.dataclass(frozen=True)
+class PrefixMasked:
+    """Moments of a tree of which a mask leaves out subtrees, such as whole layers.
+
+    Attributes:
+      stacked: The stacked moments, with `optax.MaskedNode`s for these subtrees.
+      masked: Their key paths in the own tree, where one `optax.MaskedNode` is.
+    """
+
+    stacked: PyTree
+    masked: frozenset[str]
 
 
 def is_stored(node: PyTree) -> bool:
@@ -124,26 +141,28 @@ class LayerTree:
         """
         subtrees = 0
 
-        def combine(entries: Sequence[PyTree]) -> PyTree:
+        def combine(entries: Sequence[PyTree], masked: frozenset[str]) -> PyTree:
             nonlocal subtrees
             subtrees += 1
             members, structure = self.stacked
-            return structure.unflatten(
+            stacked = structure.unflatten(
                 item(x, entries[x])
                 if isinstance(x, int)
                 else self._joined(entries, x, together)
                 for x in members
             )
+            return PrefixMasked(stacked, masked) if masked else stacked
 
         # A state may have Flax variables where the parameters have none.
         numbers = self.structure.unflatten(range(self.structure.num_leaves))
         pure = jax.tree.structure(as_pure(numbers))
         stacked = _replace(as_pure(tree), pure, combine)
-        if not subtrees and any(getattr(x, "shape", ()) for x in jax.tree.leaves(tree)):
+        if not subtrees and has_arrays(tree):
             raise ValueError(
                 "the state has no moments in a tree of the structure of split_layers'"
-                " parameters: pass a state of tx.init for these parameters, and leave"
-                " optax.flatten out of tx."
+                " parameters: pass a state of tx.init for these parameters, after a"
+                " restore without a target by paged_optax.place_state(tx, state,"
+                " params), and leave optax.flatten out of tx."
             )
         return stacked
 
@@ -161,9 +180,16 @@ class LayerTree:
         apart: Callable[[PyTree], Sequence[PyTree]],
         item: Each = lambda n, x: x,
     ) -> PyTree:
-        """Undoes `stack`; `apart` returns the leaves of all layers of one stack."""
+        """Undoes `stack`; `apart` returns the leaves of all layers of one stack.
 
-        def combine(entries: Sequence[PyTree]) -> PyTree:
+        Raises:
+          ValueError: If there are arrays, and no such stacks.
+        """
+        subtrees = 0
+
+        def combine(entries: Sequence[PyTree], masked: frozenset[str]) -> PyTree:
+            nonlocal subtrees
+            subtrees += 1
             members, _ = self.stacked
             leaves: list[PyTree] = [None] * self.structure.num_leaves
             for member, entry in zip(members, entries, strict=True):
@@ -177,10 +203,23 @@ class LayerTree:
                 layers = [inner.unflatten(x) for x in by_layer] or [entry] * len(member)
                 for n, x, there in zip(member, layers, present, strict=True):
                     leaves[n] = x if there else optax.MaskedNode()
-            return self.structure.unflatten(leaves)
+            is_masked = lambda path, x: keystr(path) in masked
+            return jax.tree_util.tree_map_with_path(
+                lambda path, x: optax.MaskedNode() if is_masked(path, x) else x,
+                self.structure.unflatten(leaves),
+                is_leaf=is_masked,
+                is_leaf_takes_path=True,
+            )
 
+        own = _replace(tree, self.stacked[1], combine)
+        if not subtrees and has_arrays(tree):
+            raise ValueError(
+                "the state has no moments in stacks of split_layers' parameters: pass a"
+                " state of model.init, of model.stack_state or of a step, after a"
+                " restore without a target by model.place_state(tx, state, params)."
+            )
         # Flax's variables hold each array of an encoded moment separately.
-        return fixed_variables(_replace(tree, self.stacked[1], combine))
+        return fixed_variables(own)
 
     def _joined(
         self, entries: Sequence[PyTree], members: LayerNumbers, together: Together
@@ -211,28 +250,47 @@ class LayerTree:
         return stack if all(present) else SomeLayers(stack, present)
 
 
+def has_arrays(tree: PyTree) -> bool:
+    """True if a tree has arrays that are no scalars."""
+    return any(getattr(x, "shape", ()) for x in jax.tree.leaves(tree))
+
+
 def _replace(
     tree: PyTree,
     structure: PyTreeDef,
-    combine: Callable[[Sequence[PyTree]], PyTree],
+    combine: Callable[[Sequence[PyTree], frozenset[str]], PyTree],
 ) -> PyTree:
-    """Replaces each subtree of a structure by the combination of its leaves."""
+    """Replaces each tree of moments by the combination of its entries."""
+    numbers = structure.unflatten(range(structure.num_leaves))
+    is_leaf = lambda x: jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
 
-    def entries(node: PyTree) -> list[PyTree] | None:
+    def entries(node: PyTree) -> tuple[list[PyTree], frozenset[str]] | None:
+        """One for each leaf of the structure, and the paths of masked subtrees."""
+        found: list[PyTree] = []
+        masked: set[str] = set()
+
+        def add(path: KeyPath, x: PyTree, below: PyTree) -> None:
+            if not is_leaf(below):
+                if not (path and is_masked(x)):
+                    raise ValueError("an array for several parameters")
+                masked.add(keystr(path))
+            found.extend([x] * len(jax.tree.leaves(below)))
+
+        is_entry = lambda x: is_masked(x) or is_stored(x)
+        if isinstance(node, PrefixMasked):
+            return structure.flatten_up_to(node.stacked), node.masked
         try:
-            children = structure.flatten_up_to(node)
+            jax.tree_util.tree_map_with_path(add, node, numbers, is_leaf=is_entry)
         except (TypeError, ValueError):
             return None
-        # One parameter's entry in a tree of moments is a leaf, or no moment.
-        leaf = lambda x: jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
-        entry = lambda x: isinstance(x, optax.MaskedNode) or is_stored(x) or leaf(x)
-        return children if all(map(entry, children)) else None
+        return found, frozenset(masked)
 
-    is_leaf = lambda node: is_stored(node) or entries(node) is not None
+    stop = lambda node: is_stored(node) or entries(node) is not None
     replace = lambda node: (
-        node if is_stored(node) or (x := entries(node)) is None else combine(x)
+        node if is_stored(node) or (x := entries(node)) is None else combine(*x)
     )
-    return jax.tree.map(replace, tree, is_leaf=is_leaf)
+    return jax.tree.map(replace, tree, is_leaf=stop)
 
 
 def tree_leaves(
