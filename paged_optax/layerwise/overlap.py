@@ -179,7 +179,7 @@ class Overlap:
             ) -> tuple[PyTree, PyTree, Saved | None]:
                 nonlocal state
                 after = None if next_item is None else next_item + 1
-                update = functools.partial(self._update, i + 1, after, None, {}, [])
+                update = lambda *args: self._update(i + 1, after, None, {}, [], *args)
                 args = i, slices, x
                 state, results = self._overlapping(forward.layer, args, state, update)
                 return results

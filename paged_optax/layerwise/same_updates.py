@@ -122,7 +122,7 @@ class SameUpdates:
 
     Attributes:
       full: The signatures of an update of the whole own tree, by layer.
-      kinds: For each layer, the number of its kind.
+      kinds: The layers of each kind.
       pruned: True if a layer has the same update in a tree without the other layers.
         `optax.MaskedNode`s then replace them, which take no time to trace.
     """
@@ -130,7 +130,7 @@ class SameUpdates:
     tx: optax.GradientTransformationExtraArgs
     tree: LayerTree
     full: dict[int | None, Signature]
-    kinds: tuple[int, ...]
+    kinds: list[list[int]]
     pruned: bool
 
     @classmethod
@@ -144,20 +144,20 @@ class SameUpdates:
         stacks = layered.gradients, layered.params
         full = _signatures(tx, tree, *map(tree.shapes, stacks))
         if not tree.length:  # the stacks are the own tree
-            return cls(tx, tree, full, (0,) * layered.length, False)
+            return cls(tx, tree, full, [list(range(layered.length))], False)
         layers = [full[i] for i in range(tree.length)]
         firsts = [layers.index(x) for x in layers]
-        kinds = sorted(set(firsts))
+        kinds = [[i for i, x in enumerate(firsts) if x == k] for k in sorted({*firsts})]
 
         def agrees(k: int | None) -> bool:
             one = _signatures(tx, tree, *(tree.shapes(x, (k,)) for x in stacks))
             return one[k] == full[k] and one[None] == full[None]
 
         try:
-            pruned = all(map(agrees, (None, *kinds)))
+            pruned = all(map(agrees, (None, *[layers[0] for layers in kinds])))
         except Exception:  # `tx` captures a tree of all layers
             pruned = False
-        return cls(tx, tree, full, tuple(map(kinds.index, firsts)), pruned)
+        return cls(tx, tree, full, kinds, pruned)
 
     def check_complete(self, layered: LayeredState, numbers: Collection[int]) -> None:
         """Raises if a part of a parameter's rows cannot be updated alone.

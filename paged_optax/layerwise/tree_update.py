@@ -110,14 +110,6 @@ class TreeUpdate:
             layered.check_same_stacks()
         return cls(layered, structure, members, same)
 
-    @functools.cached_property
-    def by_kind(self) -> list[list[int]]:
-        """The layers of each kind."""
-        layers: dict[int, list[int]] = {}
-        for i, kind in enumerate(self.same.kinds):
-            layers.setdefault(kind, []).append(i)
-        return list(layers.values())
-
     def layer(
         self, i: LayerIndex, updates: Leaves, state: Leaves, params: Leaves
     ) -> Updated:
@@ -126,10 +118,14 @@ class TreeUpdate:
         All arrays have a leading axis of 1, except counts. Returns the parameters and
         the leaves of the state.
         """
-        runs = [functools.partial(self._updated, layers[0]) for layers in self.by_kind]
+        kinds = self.same.kinds
+        runs = [functools.partial(self._updated, layers[0]) for layers in kinds]
         if len(runs) == 1:
             return runs[0](i, updates, state, params)
-        which = jnp.asarray(np.asarray(self.same.kinds, np.int32))[i]
+        numbers = np.zeros(self.layered.length, np.int32)
+        for kind, layers in enumerate(kinds):
+            numbers[layers] = kind
+        which = jnp.asarray(numbers)[i]
         return lax.switch(which, runs, i, updates, state, params)
 
     def rest(
@@ -152,8 +148,8 @@ class TreeUpdate:
         new_params, new_state = self._updated(None, None, *remaining, add=add)
         if not small[2]:
             return new_params, new_state
-        of_stacks = [self._of_kind(layers, *small) for layers in self.by_kind]
-        order = np.argsort(np.concatenate(self.by_kind))
+        of_stacks = [self._of_kind(layers, *small) for layers in self.same.kinds]
+        order = np.argsort(np.concatenate(self.same.kinds))
         merged = of_stacks[0]
         if len(of_stacks) > 1:
             join = lambda *xs: jnp.concatenate(xs)[order]
