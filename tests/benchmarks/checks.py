@@ -157,7 +157,7 @@ def optimized(small: bool) -> Row:
 
 
 def _losses(small: bool) -> list[float]:
-    """Of steps of Llama-3-8B, or of a small decoder."""
+    """The losses of steps of Llama-3-8B, or of a small decoder."""
     import tokens
 
     model = "small" if small else "Llama-3-8B"

@@ -214,7 +214,7 @@ class Benchmark:
         return self.result(machine)
 
     def result(self, machine: dict[str, Any]) -> dict[str, Any]:
-        """What goes into the JSON file."""
+        """The contents of the JSON file."""
         return {
             "program": " ".join(["tests/benchmarks/run.py", *sys.argv[1:]]),
             **machine,

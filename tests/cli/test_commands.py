@@ -24,7 +24,7 @@ MODELS = "import jax\ndef make():\n    return {'w': jax.numpy.ones((512, 512))}\
 
 @pytest.fixture
 def printed(capsys):
-    """What a command prints; the device has 24 GiB unless it says."""
+    """The output of a command; the device has 24 GiB unless it says."""
 
     def run(command):
         if command.startswith("plan") and "--device-memory" not in command:

@@ -30,7 +30,7 @@ load_file = pytest.importorskip("safetensors.numpy", reason=why).load_file
 
 @pytest.fixture
 def refused(example, folders, tmp_path, capsys):
-    """What the command says where it refuses; it writes nothing."""
+    """The message of a command that is refused, and writes nothing."""
 
     def run(*more, folder=None, text=TEXT, out=tmp_path / "out"):
         path = text

@@ -46,7 +46,7 @@ def guide(name):
 
 
 def result(name):
-    """What a benchmark wrote."""
+    """The file that a benchmark wrote."""
     (file,) = RESULTS.glob(f"{name}-jax*.json")
     return json.loads(file.read_text())
 

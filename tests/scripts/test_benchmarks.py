@@ -14,7 +14,7 @@ RUN = pathlib.Path(__file__).parents[1] / "benchmarks" / "run.py"
 
 
 def result_of(tmp_path, *arguments):
-    """What the command writes, where, and what it prints."""
+    """The path and the contents of the file, and the output."""
     done = subprocess.run(
         [sys.executable, str(RUN), "--out", str(tmp_path), *arguments],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},

@@ -1,4 +1,4 @@
-"""What is run first on a GPU: each check passes here, and each can fail."""
+"""Checks that come first on a GPU: each check passes here, and each can fail."""
 
 import importlib
 import json
