@@ -86,15 +86,12 @@ def measure(tokens: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     """A row, to be read."""
-    ratio = row["over_resident"]
-    counts = row["counts"]
+    counts = {x: row["counts"][x] for x in ("kernels", "host_syncs", "loop_turns")}
+    ratio = f" {row['over_resident']:.3f} of resident;" if row["over_resident"] else ""
     return (
         f"{row['tokens']:6} tokens, {row['way']}: {row['seconds']:.3f} s"
-        f" ({row['low_seconds']:.3f} to {row['high_seconds']:.3f}),"
-        + (f" {ratio:.3f} of resident;" if ratio else "")
-        + f" device {row['device_gib']:.1f} GiB, host {row['host_gib']:.1f} GiB;"
-        f" {counts['kernels']:,} kernels, {counts['host_syncs']:,} waits of the host,"
-        f" {counts['loop_turns']:,} turns;"
+        f" ({row['low_seconds']:.3f} to {row['high_seconds']:.3f}),{ratio} device"
+        f" {row['device_gib']:.1f} GiB, host {row['host_gib']:.1f} GiB; {counts};"
         f" compiled in {row['compile_seconds']:.0f} s"
     )
 

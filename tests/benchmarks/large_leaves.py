@@ -94,12 +94,8 @@ def _by_page(rows: int) -> dict[str, int]:
     tx = po.paged(_sums(), min_paged_size=0)
     updates = made(rows)
     state = tx.init(updates)
-    step = po.jit_step(
-        lambda gradients, state: tx.update(gradients, state),
-        updates,
-        state,
-        donate_argnums=(0, 1),
-    )
+    run = lambda gradients, state: tx.update(gradients, state)
+    step = po.jit_step(run, updates, state, donate_argnums=(0, 1))
     updates, state = step(updates, state)
     found = {"update after a step": int(jnp.count_nonzero(updates))}
     del updates

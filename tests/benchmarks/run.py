@@ -2,6 +2,7 @@
 
     python tests/benchmarks/run.py              # a few minutes; no arguments needed
     python tests/benchmarks/run.py --quick      # seconds: does everything run?
+    python tests/benchmarks/run.py --checks     # what comes first on a new GPU
     python tests/benchmarks/run.py --tokens     # whole decoders, many micro-batches
     python tests/benchmarks/run.py --profile    # where a step's time goes
     python tests/benchmarks/run.py --tokens --modelled --card rtx4090
@@ -21,7 +22,17 @@ into products, attention, transfers and more, as a table and a picture: by XLA's
 on a GPU. `--modelled` compiles the same programs for a card that is not here, and
 takes the step model's figures; so does `--profile` without a GPU.
 
-On a GPU that this has not run on, `first_minutes.py` comes first.
+`--checks` has, in a quarter of an hour, each with a limit of its own, and written as
+soon as it has ended:
+
+- graphs: 20 steps with CUDA graphs and without compute the same numbers;
+- half budget: 200 steps of AdamW with half of the moments on the device compute Optax's
+  numbers, bit for bit where the compiler adds alike;
+- large leaves: moments beyond 2^32 bytes come back bit for bit, by page and whole;
+- activations: `layerwise_step` computes the same with `activations_on_host`;
+- ends: so it does without loops of their own for the first and the last layer;
+- O1: and at XLA's optimization level, with the passes off that lose addresses;
+- update: leaves of 1, 4, 16 and 64 MiB in pages of 1 MiB and by default.
 
 What could not run is listed with its reason. Needs jax, optax, numpy and jaxtyping;
 runs on the checkout it lies in, installed or not. Each part runs in a process of its
@@ -32,6 +43,7 @@ marked and is no failure: a busy machine can cause it.
 """
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -57,31 +69,22 @@ LONG_BUDGET = 7200
 # --- Parts: each runs in a process of its own -------------------------------------
 
 
+#: The module and the function of each.
+PARTS = {
+    "machine": ("helpers.machine", "describe"),
+    "numbers": ("checks", "numbers"),
+    "checks": ("checks", "check"),
+    "link": ("checks", "link"),
+    "update": ("updates", "measure"),
+    "measure": ("tokens", "measure"),
+    "modelled": ("tokens", "modelled"),
+}
+
+
 def work(part: str, arguments: dict[str, Any]) -> Any:
     """Runs one part in this process."""
-    if part == "machine":
-        from helpers.machine import describe
-
-        return describe()
-    if part == "first minutes":
-        import first_minutes
-
-        return first_minutes.CHECKS[arguments.pop("name")](**arguments)
-    if part == "numbers":
-        import checks
-
-        return checks.check(**arguments)
-    if part == "link":
-        import link
-
-        return link.rows(**arguments)
-    if part == "update":
-        import updates
-
-        return updates.measure(**arguments)
-    import tokens
-
-    return getattr(tokens, part)(**arguments)
+    module, function = PARTS[part]
+    return getattr(importlib.import_module(module), function)(**arguments)
 
 
 class PartError(RuntimeError):
@@ -122,11 +125,9 @@ def run_part(
         if done.returncode or not result.exists():
             lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no message"]
             named = [x for x in lines if re.match(r"[\w.]*(Error|Exception)\b", x)]
-            how = (
-                f"killed by signal {-done.returncode}: " if done.returncode < 0 else ""
-            )
             print(done.stderr[-4000:], file=sys.stderr, flush=True)
-            raise PartError(how + (named or lines)[-1][:300])
+            code, said = done.returncode, (named or lines)[-1][:300]
+            raise PartError(f"killed by signal {-code}: {said}" if code < 0 else said)
         return json.loads(result.read_text())
 
 
@@ -137,6 +138,19 @@ def run_part(
 MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
 #: The compilers of cards that are not here run on the CPU.
 _COMPILER = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+
+
+#: Seconds that each check may take.
+CHECKS = {
+    "graphs": 120,
+    "half budget": 45,
+    "large leaves": 60,
+    "activations": 60,
+    "ends": 120,
+    "O1": 120,
+}
+#: Whose updates are measured beside them.
+NAMES = ["paged, default", "paged, pages of 1 MiB"]
 
 
 class Benchmark:
@@ -191,9 +205,16 @@ class Benchmark:
         on_gpu = machine["backend"] == "gpu"
         if self.args.profile:
             self.args.modelled |= not on_gpu
-        if not self.args.tokens and not self.args.profile:
+        if self.args.checks:
+            self.checks(machine)
+        elif not self.args.tokens and not self.args.profile:
             self.pages()
-        self.tokens(on_gpu)
+        if not self.args.checks:
+            self.tokens(on_gpu)
+        return self.result(machine)
+
+    def result(self, machine: dict[str, Any]) -> dict[str, Any]:
+        """The contents of the JSON file."""
         return {
             "program": " ".join(["tests/benchmarks/run.py", *sys.argv[1:]]),
             **machine,
@@ -203,20 +224,29 @@ class Benchmark:
             "not_run": self.not_run,
         }
 
+    def checks(self, machine: dict[str, Any]) -> None:
+        """The same numbers in every way, and pages of 1 MiB."""
+        small = self.quick or machine["backend"] != "gpu"
+        for name, limit in CHECKS.items():
+            self.say(name)
+            row = self.attempt("checks", limit, name=name, small=small, env=MEMORY)
+            self.collect([row] if row else None)
+            write(self.args, self.result(machine))
+        for width in (512,) if small else (512, 1024, 2048, 4096):
+            how = {"seconds": 8, "rounds": 2 if small else 9, "names": NAMES}
+            found = self.attempt("update", 90, size=f"8 x {width}x{width}", **how)
+            self.collect(found)
+
     def pages(self) -> None:
         """Numbers, the link, and updates."""
         self.say("numbers: paged against Optax on this backend")
         self.collect(self.attempt("numbers", 150, quick=self.quick))
         self.say("link")
         size = (64 if self.quick else 1024) << 20
-        self.collect(
-            self.attempt("link", 90, size=size, repeats=3 if self.quick else 9)
-        )
-        sizes = (
-            {"8 x 512x512": (2, 2)}
-            if self.quick
-            else {"8 x 2048x2048": (40, 15), "0.1 B": (30, 9), "1 B": (20, 9)}
-        )
+        repeats = 3 if self.quick else 9
+        self.collect(self.attempt("link", 90, size=size, repeats=repeats))
+        sizes = {"8 x 2048x2048": (40, 15), "0.1 B": (30, 9), "1 B": (20, 9)}
+        sizes = {"8 x 512x512": (2, 2)} if self.quick else sizes
         for size, (seconds, rounds) in sizes.items():
             self.say(f"update, {size}")
             how = {"size": size, "seconds": seconds, "rounds": rounds}
@@ -229,10 +259,8 @@ class Benchmark:
         args, part, more = self.args, "measure", {"steps": 2, "env": MEMORY}
         large = (on_gpu or args.modelled) and not self.quick
         models = ["Llama-3-8B", "Qwen3-4B"] if args.tokens else ["Llama-3-8B"]
-        ways, counts = (
-            list(tokens.WAYS)[: 5 if args.tokens else 2 if self.quick else 7],
-            [1],
-        )
+        ways = list(tokens.WAYS)[: 5 if args.tokens else 2 if self.quick else 7]
+        counts = [1]
         if args.tokens:
             counts = list(tokens.COUNTS) if large else [1, 3]
         if args.profile:
@@ -248,18 +276,19 @@ class Benchmark:
                     self.collect([row] if row else None)
 
 
-def path_of(result: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
-    """Where a result is written: one file a backend, device kind and jax version."""
+def write(args: argparse.Namespace, result: dict[str, Any]) -> pathlib.Path | None:
+    """Writes a file for a backend, device kind and jax version; None: there is none."""
+    folder = args.out or (None if args.quick else FOLDER / "results")
+    if folder is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
     kind = re.sub(r"[^a-z0-9]+", "-", result["device_kind"].lower()).strip("-")
-    version = result["versions"]["jax"]
-    return folder / f"{result['backend']}-{kind}-jax{version}.json"
-
-
-def name_of(args: argparse.Namespace) -> str:
-    """What a file's name begins with."""
-    parts = {"profile": args.profile, "tokens": args.tokens}
-    parts |= {f"modelled-{args.card}": args.modelled}
-    return "".join(f"{name}-" for name, there in parts.items() if there)
+    parts = [x for x in ("checks", "profile", "tokens") if getattr(args, x)]
+    parts += [f"modelled-{args.card}"] * args.modelled
+    name = "-".join([*parts, result["backend"], kind])
+    path = folder / f"{name}-jax{result['versions']['jax']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -269,19 +298,12 @@ def parse_arguments() -> argparse.Namespace:
         epilog=(__doc__ or "").partition("\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small sizes and few repeats: shows that everything runs, and times"
-        " nothing worth keeping; written only where --out says",
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FOLDER",
-        help="where the JSON goes (default: results/ beside this file)",
-    )
     add = parser.add_argument
+    small = "small sizes: does everything run? Written only where --out says"
+    add("--quick", action="store_true", help=small)
+    where = "where the JSON goes (default: results/ beside this file)"
+    add("--out", type=pathlib.Path, metavar="FOLDER", help=where)
+    add("--checks", action="store_true", help="what comes first on a new GPU")
     add("--budget", type=float, metavar="SECONDS", help="no part starts later")
     add("--tokens", action="store_true", help="whole decoders, many micro-batches")
     add("--profile", action="store_true", help="where a step's time goes")
@@ -293,8 +315,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("--part", "--arguments", "--result"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    long = args.tokens or args.profile
-    args.budget = args.budget or (LONG_BUDGET if long else BUDGET)
+    long = LONG_BUDGET if args.tokens or args.profile else BUDGET
+    args.budget = args.budget or (870 if args.checks else long)
     return args
 
 
@@ -308,12 +330,7 @@ def main() -> int:
     benchmark = Benchmark(args)
     result = benchmark.run()
     print(f"\n{show(result)}\n\n{result['seconds']:.0f} s", flush=True)
-    folder = args.out or (None if args.quick else FOLDER / "results")
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = path_of(result, folder)
-        path = path.with_name(name_of(args) + path.name)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    if path := write(args, result):
         print(f"Wrote {path}", flush=True)
         if args.profile and result["rows"]:
             import shares

@@ -55,6 +55,14 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             "": lambda r: "right" if r["right"] else "WRONG",
         },
     ),
+    "checks": (
+        "Checks: the same numbers in every way",
+        {
+            "check": lambda r: r["name"],
+            "worst error": lambda r: f"{r['error']:.1e}" if "error" in r else "-",
+            "": lambda r: "right" if r["right"] else "WRONG",
+        },
+    ),
     "link": (
         "Link: inside jit, pinned host buffers (10^9 bytes a second)",
         {
@@ -104,11 +112,8 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
 def shares(rows: list[Row], table: Callable[..., str]) -> str:
     """Each part of a step, in hundredths of all parts."""
     names = list(rows[0]["shares"])
-    cells = [
-        [name]
-        + [f"{row['shares'][name] / sum(row['shares'].values()):.1%}" for row in rows]
-        for name in names
-    ]
+    part = lambda row, name: row["shares"][name] / sum(row["shares"].values())
+    cells = [[name, *(f"{part(row, name):.1%}" for row in rows)] for name in names]
     title = lambda row: row["name"].partition(": ")[2]
     return table(("part", *map(title, rows)), cells)
 
@@ -165,33 +170,23 @@ def show(result: dict[str, Any]) -> str:
         if profiles := [row for row in rows if "shares" in row]:
             parts.append(f"Shares of a step's time\n\n{shares(profiles, table)}")
     if result["not_run"]:
-        lines = [
-            f"- {row['section']}, {row['name']}: {row['reason']}"
-            for row in result["not_run"]
-        ]
-        parts.append("Could not run\n\n" + "\n".join(lines))
+        line = "- {section}, {name}: {reason}".format_map
+        parts.append("Could not run\n\n" + "\n".join(map(line, result["not_run"])))
     return "\n\n".join(parts)
 
 
 def main() -> None:
-    """Prints the guide's table of the rows in files."""
+    """Prints the guide's tables of the rows in files."""
     read = (json.loads(pathlib.Path(name).read_text()) for name in sys.argv[1:])
     rows = [row for found in read for row in found["rows"]]
-    print(speeds(rows))
-    print()
-    print(shares(profiled(rows), markdown))
+    print(speeds(rows), shares(profiled(rows), markdown), sep="\n\n")
 
 
 def profiled(rows: list[Row]) -> list[Row]:
     """The guide's steps whose shares are shown: of Llama-3-8B on an H200."""
+    shown = lambda x: x["micro_batches"] != 16 and "on host" not in x["way"]
     wanted = {"card": "h200", "model": "Llama-3-8B"}
-    return [
-        x
-        for x in rows
-        if wanted.items() <= x.items()
-        and x["micro_batches"] != 16
-        and "on host" not in x["way"]
-    ]
+    return [x for x in rows if wanted.items() <= x.items() and shown(x)]
 
 
 if __name__ == "__main__":

@@ -277,12 +277,11 @@ def _by_model(training: Training, report: po.MemoryReport, card: str) -> dict[st
     """What the step model says of a program: seconds with low overheads, and shares."""
     machine, layers = step_model.machine_of(card), training.config.layers
     low, high = step_model.between(report.hlo, machine, layers)
+    least = step_model.cost(report.hlo, machine, layers)
     return {
         "seconds": low,
         "seconds_range": [low, high],
-        "seconds_without_overheads": step_model.cost(
-            report.hlo, machine, layers
-        ).seconds,
+        "seconds_without_overheads": least.seconds,
         "shares": shares.by_model(report.hlo, machine, layers),
         "counts": dataclasses.asdict(RuntimeCounts.of(report.hlo)),
     }

@@ -20,7 +20,7 @@ from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
 from helpers.machine import shortage
-from helpers.programs import whole_tree
+from helpers.programs import shardings, whole_tree
 from paged_optax.cli import machine
 
 SECTION = "update"
@@ -65,48 +65,6 @@ def contestants(size: str) -> dict[str, Contestant]:
     return found
 
 
-def abstract_arguments(
-    tx: optax.GradientTransformation, shapes: Shapes
-) -> tuple[Any, Any, Any]:
-    """Gradients, state and parameters of an update as shapes with placements."""
-    on_device, on_host = machine.both_memories()
-    params = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on_device)
-        for name, shape in shapes.items()
-    }
-    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    hosts = [x.memory_space == jax.memory.Space.Host for x in closed.out_avals]
-    state = jax.tree.unflatten(
-        jax.tree.structure(state),
-        [
-            jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=on_host if host else on_device
-            )
-            for x, host in zip(jax.tree.leaves(state), hosts, strict=True)
-        ],
-    )
-    if any(jax.typeof(x).memory_space != _space(x) for x in jax.tree.leaves(state)):
-        raise AssertionError("tracing would not see which moments are on the host")
-    return params, state, params
-
-
-def _space(x: jax.ShapeDtypeStruct) -> jax.memory.Space:
-    on_host = x.sharding.memory_kind == "pinned_host"
-    return jax.memory.Space.Host if on_host else jax.memory.Space.Device
-
-
-def _sharding(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def _host_bytes(tree: Any) -> int:
-    return sum(
-        x.size * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-        if x.sharding.memory_kind == "pinned_host"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Update:
     """A compiled update.
@@ -128,19 +86,24 @@ class Update:
     @classmethod
     def of(cls, tx: optax.GradientTransformation, shapes: Shapes) -> "Update":
         """Compiles, placements stated, gradients and state donated."""
-        gradients, state, params = abstract_arguments(tx, shapes)
+        place, _ = machine.both_memories()
+        params = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+            for name, shape in shapes.items()
+        }
+        state = po.abstract_state(tx, params)
         # As `jit_step` compiles what has moments on the host.
-        options = machine.compiler_options() if _host_bytes(state) else {}
+        options = machine.compiler_options() if po.host_bytes(state) else {}
         jitted = jax.jit(
             tx.update,
             donate_argnums=(0, 1),
-            out_shardings=(_sharding(gradients), _sharding(state)),
+            out_shardings=shardings((params, state)),
             compiler_options=options,
         )
         started = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            compiled = jitted.lower(gradients, state, params).compile()
+            compiled = jitted.lower(params, state, params).compile()
         return cls(
             compiled,
             state,
@@ -148,16 +111,6 @@ class Update:
             time.perf_counter() - started,
             [str(x.message)[:200] for x in caught if "donated" in str(x.message)],
         )
-
-    def shortage(self) -> str | None:
-        """Why this update cannot run on this machine, or None."""
-        return shortage(self.report.device_total, self.report.host_total)
-
-
-def _arguments_shortage(shapes: Shapes) -> str | None:
-    """Why no contestant can run: parameters, gradients and moments do not fit."""
-    values = 4 * count(shapes)
-    return shortage(2 * values, 2 * values)
 
 
 def measure(
@@ -184,7 +137,7 @@ def measure(
         "contestant": name,
         **figures,
     }
-    if reason := _arguments_shortage(shapes):
+    if reason := shortage(8 * count(shapes), 8 * count(shapes)):
         return [row(name, reason=reason) for name in field]
     rows, running = {}, {}
     for name, contestant in field.items():
@@ -193,7 +146,7 @@ def measure(
         except jax.errors.JaxRuntimeError as error:
             rows[name] = row(name, reason=f"does not compile: {_first_line(error)}")
             continue
-        if reason := update.shortage():
+        if reason := shortage(update.report.device_total, update.report.host_total):
             rows[name] = row(name, reason=reason)
         else:
             running[name] = update
@@ -211,7 +164,7 @@ def measure(
         ratios = [x / y for x, y in zip(turns, base, strict=True)] if base else []
         ratio = statistics.median(ratios) if ratios else None
         target = field[name].target if on_cpu else None
-        moved = 2 * _host_bytes(update.state)
+        moved = 2 * po.host_bytes(update.state)
         rows[name] = row(
             name,
             parameters=count(shapes),
@@ -295,10 +248,8 @@ def _move(state: Any, like: Any) -> Any:
 
 
 def _quartiles(values: list[float]) -> list[float] | None:
-    if len(values) < 2:
-        return None
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
+    enough = len(values) > 1
+    return statistics.quantiles(values, method="inclusive")[::2] if enough else None
 
 
 def _first_line(error: Exception) -> str:

@@ -34,38 +34,32 @@ class Block(eqx.Module):
 
 class Decoder(eqx.Module):
     embed: eqx.nn.Embedding
-    blocks: list[Block]
+    blocks: list[Block] | Block
     norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
     remat: bool = eqx.field(static=True)
 
-    def __init__(self, key, count, rate, remat):
-        self.embed, self.norm, self.head = ends(key)
-        self.blocks = [Block(k, rate) for k in jax.random.split(key, count)]
+    def __init__(self, key, count, rate, remat, stacked):
+        keys, make = jax.random.split(key), lambda key: Block(key, rate)
+        self.embed = eqx.nn.Embedding(VOCAB, WIDTH, key=keys[0])
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.head = eqx.nn.Linear(WIDTH, VOCAB, key=keys[1])
+        keys = jax.random.split(key, count)
+        self.blocks = eqx.filter_vmap(make)(keys) if stacked else [*map(make, keys)]
         self.remat = remat
 
     def __call__(self, tokens, key):
         x = jax.vmap(self.embed)(tokens)
+        run = self.listed if isinstance(self.blocks, list) else self.scanned
+        return jax.vmap(self.head)(jax.vmap(self.norm)(run(x, key)))
+
+    def listed(self, x, key):
         keys = jax.random.split(key, len(self.blocks))
         for block, k in zip(self.blocks, keys, strict=True):
             x = (eqx.filter_checkpoint(block) if self.remat else block)(x, k)
-        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+        return x
 
-
-class Stacked(eqx.Module):
-    embed: eqx.nn.Embedding
-    blocks: Block
-    norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear
-    remat: bool = eqx.field(static=True)
-
-    def __init__(self, key, count, rate, remat):
-        self.embed, self.norm, self.head = ends(key)
-        make = eqx.filter_vmap(lambda key: Block(key, rate))
-        self.blocks = make(jax.random.split(key, count))
-        self.remat = remat
-
-    def __call__(self, tokens, key):
+    def scanned(self, x, key):
         arrays, others = eqx.partition(self.blocks, eqx.is_array)
         count = len(jax.tree.leaves(arrays)[0])
 
@@ -73,22 +67,13 @@ class Stacked(eqx.Module):
             block, k = given
             return eqx.combine(block, others)(x, k), None
 
-        x = jax.vmap(self.embed)(tokens)
         turn = jax.checkpoint(turn) if self.remat else turn
-        x, _ = jax.lax.scan(turn, x, (arrays, jax.random.split(key, count)))
-        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+        return jax.lax.scan(turn, x, (arrays, jax.random.split(key, count)))[0]
 
 
-def ends(key):
-    keys = jax.random.split(key)
-    embed = eqx.nn.Embedding(VOCAB, WIDTH, key=keys[0])
-    return embed, eqx.nn.LayerNorm(WIDTH), eqx.nn.Linear(WIDTH, VOCAB, key=keys[1])
-
-
-def made(kind, count=3, rate=0.0, remat=False):
-    params, others = eqx.partition(
-        kind(jax.random.key(0), count, rate, remat), eqx.is_inexact_array
-    )
+def made(stacked, rate=0.0, remat=False):
+    model = Decoder(jax.random.key(0), 3, rate, remat, stacked)
+    params, others = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, batch):
         model = eqx.combine(params, others)
@@ -101,12 +86,7 @@ def made(kind, count=3, rate=0.0, remat=False):
 
 
 MODELS = {
-    f"{name}{suffix}": functools.partial(made, kind, **how)
-    for name, kind in (("list", Decoder), ("stacked", Stacked))
-    for suffix, how in (
-        ("", {}),
-        ("_dropout", {"rate": 0.2}),
-        ("_remat", {"remat": True}),
-        ("_remat_dropout", {"remat": True, "rate": 0.2}),
-    )
+    f"{name}{suffix}": functools.partial(made, stacked, **how)
+    for name, stacked in (("list", False), ("stacked", True))
+    for suffix, how in (("", {}), ("_remat_dropout", {"remat": True, "rate": 0.2}))
 }

@@ -60,10 +60,7 @@ def made(**how):
 
 MODELS = {
     "by_name": made,
-    "by_name_two": functools.partial(made, count=2),
-    "by_name_twelve": functools.partial(made, count=12),
     "by_name_dropout": functools.partial(made, rate=0.2),
-    "by_name_remat": functools.partial(made, remat=True),
     "by_name_remat_dropout": functools.partial(made, remat=True, rate=0.2),
     "layer_stack": functools.partial(made, stacked=True),
     "layer_stack_dropout": functools.partial(made, stacked=True, rate=0.2),

@@ -141,7 +141,6 @@ MODELS = {
         gemma4, enable_moe=True, expert_dim=16, moe_dense_hidden_dim=16, **EXPERTS
     ),
     "qwen3_block_remat": whole_(*QWEN3, "BLOCK", **QWEN),
-    "qwen3_decoder_remat": whole_(*QWEN3, "DECODER", **QWEN),
     "qwen3_experts_decoder_remat": whole_(*QWEN3, "DECODER", **QWEN, **EXPERTS),
     "gemma3_block_remat": whole_(*GEMMA3, "BLOCK", **LOCAL, **FLOAT32, num_layers=7),
     "gemma3_decoder_remat": whole_(

@@ -49,23 +49,19 @@ PAIRS = {
     "partition": lambda _, adamw: optax.partition(
         {"a": adamw(), "b": adamw()}, {"w": "a", "b": "b"}
     ),
-    "MultiSteps": lambda package, adamw: package.MultiSteps(adamw(), 2),
-    "MultiSteps of Optax's": lambda package, _: package.MultiSteps(
-        optax.adamw(1e-2), 2
-    ),
-    "apply_if_finite": lambda package, adamw: package.apply_if_finite(adamw(), 3),
-    "conditionally_transform": lambda package, adamw: package.conditionally_transform(
+    "MultiSteps": lambda of, adamw: of.MultiSteps(adamw(), 2),
+    "MultiSteps of Optax's": lambda of, _: of.MultiSteps(optax.adamw(1e-2), 2),
+    "apply_if_finite": lambda of, adamw: of.apply_if_finite(adamw(), 3),
+    "conditionally_transform": lambda of, adamw: of.conditionally_transform(
         adamw(), every_other
     ),
-    "conditionally_mask": lambda package, adamw: package.conditionally_mask(
-        adamw(), every_other
+    "conditionally_mask": lambda of, adamw: of.conditionally_mask(adamw(), every_other),
+    "lookahead": lambda of, adamw: alone(of.lookahead(adamw(), 2, 0.5)),
+    "lookahead again": lambda of, adamw: alone(
+        of.lookahead(adamw(), 2, 0.5, reset_state=True)
     ),
-    "lookahead": lambda package, adamw: alone(package.lookahead(adamw(), 2, 0.5)),
-    "lookahead again": lambda package, adamw: alone(
-        package.lookahead(adamw(), 2, 0.5, reset_state=True)
-    ),
-    "two wrappers": lambda package, adamw: package.apply_if_finite(
-        package.conditionally_mask(adamw(), every_other), 3
+    "two wrappers": lambda of, adamw: of.apply_if_finite(
+        of.conditionally_mask(adamw(), every_other), 3
     ),
 }
 #: What has no counterpart in Optax is compared with AdamW.
@@ -85,30 +81,15 @@ def mesh(count, kind=AxisType.Auto):
 PLACES = {
     "one device": lambda tree: jax.device_put(tree, jax.devices()[0]),
     "another device": lambda tree: jax.device_put(tree, jax.devices()[1]),
-    "mesh of one": lambda tree: over(tree, mesh(1)),
-    "mesh": lambda tree: over(tree, mesh(2)),
-    "explicit mesh": lambda tree: over(tree, mesh(2, AxisType.Explicit)),
-    "replicated": lambda tree: jax.device_put(
-        tree, NamedSharding(mesh(2), PartitionSpec())
-    ),
+    "mesh of one": lambda tree: over(tree, mesh(1), "d"),
+    "mesh": lambda tree: over(tree, mesh(2), "d"),
+    "explicit mesh": lambda tree: over(tree, mesh(2, AxisType.Explicit), "d"),
+    "replicated": lambda tree: over(tree, mesh(2)),
 }
 
 
-def over(tree, mesh):
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec("d")))
-
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture(scope="module")
-def compilations():
-    """The events of compilations, so far."""
-    events = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: events.append(name) if name == COMPILED else None
-    )
-    return events
+def over(tree, mesh, *axes):
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def counted(compilations, tx, params, state, state_first=False):
@@ -164,14 +145,9 @@ def paged(name):
     return PAIRS[name](po, adamw)
 
 
-CASES = [
-    *(("one device", name) for name in [*PAIRS, *OWN]),
-    *(
-        (place, name)
-        for place in list(PLACES)[1:]
-        for name in ("adamw", "eight bits", "two wrappers")
-    ),
-]
+CASES = [("one device", name) for name in [*PAIRS, *OWN]]
+SOME = ("adamw", "eight bits", "two wrappers")
+CASES += [(place, name) for place in list(PLACES)[1:] for name in SOME]
 
 
 @pytest.mark.quick("adamw", "MultiSteps", "-one device-two wrappers", "eight bits")

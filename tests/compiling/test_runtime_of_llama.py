@@ -10,7 +10,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.decoder import LLAMA3_8B
-from helpers.programs import placed, shardings, state_on
+from helpers.programs import bfloat16, llama, placed, shardings, state_on
 from helpers.runtime_counts import RuntimeCounts
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.planning.cards import CARDS
@@ -62,10 +62,8 @@ def test_other_cards_overlap_as_an_h200(make, card):
         ideal = step_model.cost(hlo, step_model.H200, layers).seconds
         return ideal, *step_model.between(hlo, step_model.H200, layers)
 
-    report, pairs = (
-        compiled(make, card),
-        zip(seconds(card), seconds("h200"), strict=True),
-    )
+    report = compiled(make, card)
+    pairs = zip(seconds(card), seconds("h200"), strict=True)
     ratios = [here / there for here, there in pairs]
     print(f"{make.__name__}, {card}: {ratios}")
     assert max(ratios) <= 1.05
@@ -74,25 +72,10 @@ def test_other_cards_overlap_as_an_h200(make, card):
     assert report.device_total <= 0.95 * CARDS[card].memory
 
 
-def shapes(layers, words=128256):
-    """Llama-3-8B of so many layers, each by itself: 9 leaves a layer, and 3."""
-    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    wide, key, inner = 4096, 1024, 14336
-    layer = {
-        **{name: leaf(wide, wide) for name in "qo"},
-        **{name: leaf(wide, key) for name in "kv"},
-        **{name: leaf(wide, inner) for name in ("gate", "up")},
-        **{name: leaf(wide) for name in ("before", "between")},
-        "down": leaf(inner, wide),
-    }
-    beside = {"embed": leaf(words, wide), "head": leaf(wide, words), "norm": leaf(wide)}
-    return beside | {f"layer{i}": layer for i in range(layers)}
-
-
 @pytest.mark.parametrize("make", [po.paged_adamw, po.paged_adamw_8bit])
 def test_an_update_of_many_leaves(make):
     """No kernel reads or writes host memory, and the host is waited for at the end."""
-    tx, params = make(1e-4), shapes(8)
+    tx, params = make(1e-4), bfloat16(llama(8))
 
     def build(mesh):
         device, _ = aot.placements(mesh)
@@ -126,17 +109,17 @@ def loss_of(params, tokens):
 
     @jax.checkpoint
     def layer(x, weights):
-        h = normed(x, weights["before"])
+        h = normed(x, weights["norm1"])
         heads = lambda name: (h @ weights[name]).reshape(*h.shape[:2], -1, 128)
         seen = jax.nn.dot_product_attention(*map(heads, "qkv"), is_causal=True)
         x = x + seen.reshape(x.shape) @ weights["o"]
-        h = normed(x, weights["between"])
+        h = normed(x, weights["norm2"])
         inner = jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"])
         return x + inner @ weights["down"]
 
     x = params["embed"][tokens]
     for i in range(len(params) - 3):
-        x = layer(x, params[f"layer{i}"])
+        x = layer(x, params[f"layer{i:02}"])
     logits = (normed(x, params["norm"]) @ params["head"])[:, :-1].astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
@@ -145,7 +128,7 @@ def loss_of(params, tokens):
 @pytest.mark.parametrize(("clip", "gibibytes"), [(False, 4.6), (True, 7.6)])
 def test_gradients_go_one_by_one(clip, gibibytes):
     """Each leaf is updated when its gradient is there, unless a norm needs all."""
-    tx, params = po.paged_adamw(1e-4), shapes(8, words=32000)
+    tx, params = po.paged_adamw(1e-4), bfloat16(llama(8, vocabulary=32000))
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
 
@@ -158,11 +141,9 @@ def test_gradients_go_one_by_one(clip, gibibytes):
             updates, state = tx.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 
+        tokens = jax.ShapeDtypeStruct((2, 512), "int32", sharding=device)
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings(given))
-        return jitted, (
-            *given,
-            jax.ShapeDtypeStruct((2, 512), "int32", sharding=device),
-        )
+        return jitted, (*given, tokens)
 
     report = aot.h200(build)
     print(f"{report.device_total / 2**30:.2f} GiB")

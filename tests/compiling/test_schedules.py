@@ -138,34 +138,33 @@ def test_the_text_is_not_read_to_know_what_a_program_takes():
     assert device_total(without) == wanted > 0
 
 
-def test_unknown_options(needs):
+def test_compilations_that_fail(needs):
+    """They are tried again without options that are unknown, else not."""
     with pytest.warns(UserWarning, match="compiled without: No such compile option"):
         assert options_of(Jit("No such compile option: 'x'"), gpu_of("8.9")) == {}
-
-
-def test_other_errors_are_the_users(needs):
-    """What fails with options is not tried again without them."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         options_of(Jit("RESOURCE_EXHAUSTED: Out of memory"), gpu_of("9.0"))
 
 
-@pytest.mark.parametrize("space", ["Device", "Host"])
-def test_jit_step_compiles_so(space, monkeypatch):
-    """With the device's options if there are transfers."""
+@pytest.fixture
+def asked(monkeypatch):
+    """For which devices options are asked for."""
     asked = []
     monkeypatch.setattr(jit_module, "overlap_options", lambda x: asked.append(x) or {})
+    return asked
+
+
+@pytest.mark.parametrize("space", ["Device", "Host"])
+def test_jit_step_compiles_so(space, asked):
+    """With the device's options if there are transfers."""
     x = jax.device_put(jnp.ones(3), jax.memory.Space[space])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step = po.jit_step(lambda x: x, x, donate_argnums=0)
+    step = po.jit_step(lambda x: x, x, donate_argnums=0)
     assert asked == [jax.devices()[0] if space == "Host" else None]
     assert step(x).tolist() == [1, 1, 1]
 
 
-def test_transfers_within_a_step_count(monkeypatch):
+def test_transfers_within_a_step_count(asked):
     """Those of what is neither an argument nor a result."""
-    asked = []
-    monkeypatch.setattr(jit_module, "overlap_options", lambda x: asked.append(x) or {})
 
     def turn(x, _):
         there = jax.device_put(x, jax.memory.Space.Host)
@@ -195,13 +194,9 @@ def test_options_make_no_graphs(tmp_path):
     found = []
     for name, options in {"without": dict(NO_GRAPHS), "with": {}}.items():
         flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={tmp_path / name}"
+        code = GRAPHS.format(options=options)
         done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                GRAPHS.format(options=options),
-                str(tmp_path / name),
-            ],
+            [sys.executable, "-c", code, str(tmp_path / name)],
             env=os.environ | {"XLA_FLAGS": flags},
             cwd=pathlib.Path(__file__).parents[1],
             capture_output=True,
@@ -268,22 +263,17 @@ def donating_nothing(step):
     return po.jit_step(step)
 
 
+@pytest.mark.parametrize("compiled", [donating_nothing, lambda step: step])
 @pytest.mark.parametrize("way", WAYS)
-def test_who_tells_is_not_told(way, monkeypatch):
-    """`jit_step` gives XLA the options; warnings are errors here."""
+def test_others_are_not_told(way, compiled, monkeypatch):
+    """`jit_step` gives XLA the options, and who compiles nothing needs none."""
     on_a_gpu(monkeypatch, 8.9)
-    way(donating_nothing)
-
-
-@pytest.mark.parametrize("way", [traced, traced_by_layers])
-def test_who_compiles_nothing_is_not_told(way, monkeypatch):
-    on_a_gpu(monkeypatch, 8.9)
-    way(lambda step: step)
+    way(compiled)
 
 
 @pytest.mark.parametrize("case", ["no GPU", "flags", "resident"])
 def test_where_nothing_is_to_be_told(case, monkeypatch):
-    on_a_gpu(monkeypatch, {"no GPU": None}.get(case, 9.0))
+    on_a_gpu(monkeypatch, None if case == "no GPU" else 9.0)
     if case == "flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=fusion")
     resident = po.paged_adamw(1e-3, device_budget=None) if case == "resident" else None

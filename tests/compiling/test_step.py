@@ -27,13 +27,9 @@ def run(step, arguments, results, made, gradients):
 @pytest.mark.parametrize("results", ORDERS)
 @pytest.mark.parametrize("arguments", ORDERS)
 def test_every_order_of_arguments(arguments, results, devices):
-    if devices == 1:
-        place = lambda tree: tree  # noqa: E731
-    else:
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
-        place = lambda tree: jax.device_put(  # noqa: E731
-            tree, NamedSharding(mesh, PartitionSpec("x"))
-        )
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
+    over = NamedSharding(mesh, PartitionSpec("x"))
+    place = lambda tree: tree if devices == 1 else jax.device_put(tree, over)
     tx = po.paged_adam(1e-2, **SMALL_PAGES)  # its own: what `init` sees counts
     made = {"params": place(small()), "state": tx.init(place(small()))}
     example = (*(made[name] for name in arguments), place(small()))
@@ -95,16 +91,10 @@ def test_a_python_number_among_the_arguments(donated):
 
 
 def test_shapes_are_enough_for_an_example():
-    def shapes(tree):
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-        )
-
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     arguments = (small(), TX.init(small()), small(1))
-    order = ("params", "state")
-    step = po.jit_step(
-        make_step(order, order), *shapes(arguments), donate_argnums=(0, 1)
-    )
+    shapes, order = jax.tree.map(shape, arguments), ("params", "state")
+    step = po.jit_step(make_step(order, order), *shapes, donate_argnums=(0, 1))
     params, state = step(*arguments)
     assert kinds(params) == [DEVICE, DEVICE]
     assert kinds(state) == ALL_PAGED
@@ -145,32 +135,17 @@ def named_step(params, state, gradients, rate=1.0, *, scale, sign=1):
 def test_arguments_by_name(options):
     """However they are given and named, the donated ones are reused."""
     wanted = named_step(small(), TX.init(small()), small(1), 0.5, scale=2.0, sign=-1)
-    calls = [
-        lambda step, p, s, g: step(p, s, g, 0.5, sign=-1, scale=2.0),
-        lambda step, p, s, g: step(p, s, scale=2.0, gradients=g, rate=0.5, sign=-1),
-        lambda step, p, s, g: step(
-            p, state=s, scale=2.0, gradients=g, rate=0.5, sign=-1
-        ),
-        lambda step, p, s, g: step(
-            state=s, gradients=g, params=p, scale=2.0, sign=-1, rate=0.5
-        ),
-    ]
-    compiled = po.jit_step(
-        named_step,
-        small(),
-        TX.init(small()),
-        small(1),
-        0.5,
-        scale=2.0,
-        sign=-1,
-        **options,
-    )
+    names = ("params", "state", "gradients", "rate")
+    example = small(), TX.init(small()), small(1), 0.5
+    compiled = po.jit_step(named_step, *example, scale=2.0, sign=-1, **options)
     decorated = po.jit_step(**options)(named_step)
     assert decorated.__name__ == "named_step" and decorated.compiled is None
     for step in (compiled, decorated):
-        for call in calls:
+        for count in (4, 2, 1, 0):  # so many by their places
             params, state = small(), TX.init(small())
-            found = call(step, params, state, small(1))
+            given = params, state, small(1), 0.5
+            named = dict([*zip(names, given, strict=True)][count:])
+            found = step(*given[:count], sign=-1, **named, scale=2.0)
             chex.assert_trees_all_close(found, wanted, rtol=1e-6)
             assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
             assert kinds(found[1]) == ALL_PAGED
@@ -191,10 +166,7 @@ def test_static_arguments():
     chex.assert_trees_all_close(found, wanted, rtol=1e-6)
     back = [step(small(), TX.init(small()), sign, small(1)) for sign in "+-"]
     opposite = jax.tree.map(lambda g: -g, small(1))
-    wanted = [
-        step(small(), TX.init(small()), "-", opposite),
-        found,
-    ]
+    wanted = [step(small(), TX.init(small()), "-", opposite), found]
     chex.assert_trees_all_equal(back, wanted)
 
 

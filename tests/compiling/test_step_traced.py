@@ -130,21 +130,17 @@ def test_ordered_effects(capsys):
         po.jit_step(lost, jnp.ones(5), jnp.ones(6), donate_argnums=(0, 1))
 
 
-def test_first_arguments_that_are_not_committed_compile_once():
+def test_first_arguments_that_are_not_committed_compile_once(compilations):
     """A state on the host is committed, and so are a step's results."""
-    compiled = []
-    event = "/jax/core/compile/backend_compile_duration"
-    count = lambda name, *_, **__: compiled.append(name) if name == event else None
-    jax.monitoring.register_event_duration_secs_listener(count)
     state = jax.device_put(jnp.ones(8), jax.memory.Space.Host)
     params = jnp.ones(8)
     step = po.jit_step(lambda p, s, b: (p + b, s), donate_argnums=(0, 1))
-    compiled.clear()
+    compilations.clear()
     for _ in range(3):
         old = params
         params, state = step(params, state, np.ones(8, np.float32))
         assert old.is_deleted()
-    assert len(compiled) == 1
+    assert len(compilations) == 1
 
 
 def test_copies():

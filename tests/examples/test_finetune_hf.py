@@ -28,6 +28,24 @@ save_file = pytest.importorskip("safetensors.numpy", reason=why).save_file
 load_file = pytest.importorskip("safetensors.numpy", reason=why).load_file
 
 
+@pytest.fixture
+def refused(example, folders, tmp_path, capsys):
+    """The message of a command that is refused, and writes nothing."""
+
+    def run(*more, folder=None, text=TEXT, out=tmp_path / "out"):
+        path = text
+        if isinstance(text, str):
+            path = tmp_path / "text.txt"
+            path.write_text(text)
+        folder = folder or folders("qwen3")
+        capsys.readouterr()  # what transformers said as it made the folder
+        assert example.command.main(command(folder, path, out, *more)[2:]) == 1
+        assert not any(tmp_path.glob("out*"))
+        return capsys.readouterr().err
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
     """A folder, a text, and the folder that the command makes of it in one go."""
@@ -67,13 +85,7 @@ def test_stopped_by_sigterm(trained, tmp_path):
     """It saves, says how to go on, and ends in the same bits."""
     folder, text, tuned = trained
     out = tmp_path / "tuned"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    process = subprocess.Popen(
-        command(folder, text, out), env=env, text=True, stdout=subprocess.PIPE
-    )
-    losses = tmp_path / "tuned.run" / "losses.csv"
-    while process.poll() is None and not _lines(losses) > 2:
-        time.sleep(0.02)
+    process = _begun(out, folder, text, text=True, stdout=subprocess.PIPE)
     process.terminate()
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 143 and "--resume" in said
@@ -128,6 +140,16 @@ def test_host_memory(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
     assert max(found.values()) <= 1.1
+
+
+def _begun(out, *given, **how):
+    """A process that writes there, and has made a step."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    process = subprocess.Popen(command(*given[:2], out, *given[2:]), env=env, **how)
+    losses = out.with_suffix(".run") / "losses.csv"
+    while process.poll() is None and not _lines(losses) > 2:
+        time.sleep(0.02)
+    return process
 
 
 def _lines(path):
@@ -186,43 +208,26 @@ BROKEN = {
     "bias": (_config(attention_bias=True), "attention_bias=True"),
     "sizes": (_config(hidden_size=48), "and config.json says"),
     "heads": (_config(num_attention_heads=3), "config.json cannot be used"),
-    "no norm": (
-        _config(rms_norm_eps=None),
-        "cannot be used: Validation error for field 'rms_norm_eps'",
-    ),
-    "two ropes": (
-        _config(rope_scaling={"rope_type": "linear"}),
-        "rope_scaling: leave one.",
-    ),
+    "no norm": (_config(rms_norm_eps=None), "cannot be used: Validation error for f"),
+    "two ropes": (_config(rope_scaling={"rope_type": "linear"}), "leave one."),
     "two bases": (_config(rope_theta=10.0), "two values of rope_theta"),
     "few tokens": (_config(max_position_embeddings=32), "max_position_embeddings=32"),
     "quantized": (_config(quantization_config={"bits": 4}), "quantization_config"),
     "a head that differs": (_another_head, "is not the embedding"),
     "a tokenizer of more": (_fewer_tokens, "resize the embedding"),
-    "a file that is not there": (
-        lambda f: (f / "LICENSE").symlink_to("nowhere"),
-        "No such file or directory: '",
-    ),
-    "no tokenizer": (
-        lambda f: [x.unlink() for x in f.glob("tokenizer*")],
-        "no tokenizer",
-    ),
+    "no file": (lambda f: (f / "LICENSE").symlink_to("nowhere"), "No such file or dir"),
+    "no tokenizer": (lambda f: [x.unlink() for x in f.glob("token*")], "no tokenizer"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_folder(example, folders, name, tmp_path, capsys):
+def test_broken_folder(refused, folders, name, tmp_path):
     """One sentence, exit status 1, and nothing written."""
     change, says = BROKEN[name]
-    folder, text = tmp_path / "folder", tmp_path / "text.txt"
-    shutil.copytree(folders("qwen3", dtype="bfloat16"), folder)
-    text.write_text(TEXT)
-    change(folder)
-    capsys.readouterr()  # what transformers said as it made the folder
-    assert example.command.main(_arguments(folder, text, tmp_path / "out")) == 1
-    said = capsys.readouterr().err
+    shutil.copytree(folders("qwen3", dtype="bfloat16"), tmp_path / "folder")
+    change(tmp_path / "folder")
+    said = refused(folder=tmp_path / "folder")
     assert says in said and said.count("\n") == 1
-    assert not any(tmp_path.glob("out*"))
 
 
 def test_weights_in_another_format(example, tmp_path):
@@ -314,10 +319,6 @@ def test_rotary_positions_of_gemma(example, name, tmp_path):
         assert found == (wanted["rope_theta"], wanted.get("factor", 1.0))
 
 
-def _arguments(folder, text, output):
-    return command(folder, text, output)[2:]
-
-
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 TEXTS = {
     "empty": ("text.txt", "", "nothing to learn"),
@@ -334,7 +335,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_bad_text(example, folders, name, tmp_path, capsys):
+def test_bad_text(refused, name, tmp_path):
     file, text, says = TEXTS[name]
     if file.endswith(".parquet") or "/" in file:
         pytest.importorskip("datasets")
@@ -342,19 +343,12 @@ def test_bad_text(example, folders, name, tmp_path, capsys):
     path.parent.mkdir(exist_ok=True)
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    path = path.parent if "/" in file else path
-    given = folders("qwen3", dtype="bfloat16"), path, tmp_path / "out"
-    assert example.command.main(_arguments(*given)) == 1
-    said = capsys.readouterr().err
+    said = refused(text=path.parent if "/" in file else path)
     assert says in said and ".." not in said
 
 
-def test_an_output_that_cannot_be_made(example, folders, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    given = _arguments(folders("qwen3"), text, text / "out")
-    assert example.command.main(given) == 1
-    said = capsys.readouterr().err
+def test_an_output_that_cannot_be_made(refused, tmp_path):
+    said = refused(out=tmp_path / "text.txt" / "out")
     assert "cannot be made (Not a directory): give another --output." in said
 
 
@@ -368,62 +362,36 @@ def test_float16(example, folders, method, tmp_path, capsys):
     assert f"wrote {tmp_path / 'out'}\n" in capsys.readouterr().out
 
 
-def test_adapters_of_a_folder_of_weights(example, folders, tmp_path, capsys):
+def test_adapters_of_a_folder_of_weights(refused, folders, tmp_path):
     """Also one that a full run wrote, which has the method in its `run.json`."""
-    folder, text = tmp_path / "tuned", tmp_path / "text.txt"
+    folder = tmp_path / "tuned"
     shutil.copytree(folders("qwen3"), folder)
     (folder / "run.json").write_text('{"method": "full"}')
-    text.write_text(TEXT)
-    given = _arguments(folder, text, tmp_path / "out")
-    assert example.command.main([*given, "--adapter", str(folder)]) == 1
-    said = capsys.readouterr().err
+    said = refused("--adapter", str(folder), folder=folder)
     assert f"--adapter {folder} has no adapters: is it --checkpoint?" in said
 
 
-def test_a_device_of_little_memory(example, folders, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    given = _arguments(folders("qwen3"), text, tmp_path / "out")
-    assert example.command.main([*given, "--device-memory", "1KiB"]) == 1
-    said = capsys.readouterr().err
+def test_a_device_of_little_memory(refused):
+    said = refused("--device-memory", "1KiB")
     assert "MiB of the device, and JAX takes 768.0 B. Give less" in said
 
 
-def test_a_machine_of_little_memory(example, folders, tmp_path, monkeypatch, capsys):
+def test_a_machine_of_little_memory(example, refused, monkeypatch):
     """What XLA may pin is nine tenths of it, or what the user says."""
     monkeypatch.delenv(example.run.POOL, raising=False)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < example.run.pinned_gigabytes() << 30 <= 0.9 * memory
     monkeypatch.setenv(example.run.POOL, "0")
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    given = _arguments(folders("qwen3"), text, tmp_path / "tuned")
-    assert example.command.main([*given, "--way", "all", "--min-size", "1KiB"]) == 1
-    said = capsys.readouterr().err
+    said = refused("--way", "all", "--min-size", "1KiB")
     assert "GiB of host memory, and 0 may be pinned here: try --method lora" in said
-    assert not (tmp_path / "tuned").exists()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "--batch 0",
-        "--length 0",
-        "--steps -1",
-        "--epochs 0",
-        "--rank 0",
-        "--alpha nan",
-        "--learning-rate 0",
-        "--learning-rate inf",
-        "--warmup 1",
-        "--held-out 1.5",
-        "--max-norm -1",
-        "--dtype int8",
-        "--save-every 0",
-        "--device-memory much",
-        "--seed -1",
-    ],
-)
+WRONG = """--batch 0, --length 0, --steps -1, --epochs 0, --rank 0, --alpha nan,
+--seed -1, --learning-rate 0, --learning-rate inf, --warmup 1, --held-out 1.5,
+--max-norm -1, --dtype int8, --save-every 0, --device-memory much"""
+
+
+@pytest.mark.parametrize("wrong", WRONG.split(","))
 def test_wrong_arguments(example, wrong, tmp_path, capsys):
     given = ["--checkpoint", "a", "--text", "b", "--output", str(tmp_path / "c")]
     with pytest.raises(SystemExit, match="2"):
@@ -459,9 +427,8 @@ def test_another_base_is_not_gone_on_with(example, folders, tmp_path):
     first.begin()
     _store(example, folder, tmp_path, "--resume")
     _tensors(lambda x: x.update({"model.norm.weight": -x["model.norm.weight"]}))(folder)
-    with pytest.raises(
-        example.folder.FolderError, match="of --checkpoint have changed"
-    ):
+    says = "of --checkpoint have changed"
+    with pytest.raises(example.folder.FolderError, match=says):
         _store(example, folder, tmp_path, "--resume")
 
 
@@ -480,13 +447,8 @@ def test_a_full_disk(trained, tmp_path):
     """A checkpoint that does not fit: one sentence, and it goes on with space."""
     folder, text, tuned = trained
     out, often = tmp_path / "tuned", ["--save-every", "1"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    process = subprocess.Popen(
-        command(folder, text, out, *often), env=env, text=True, stderr=subprocess.PIPE
-    )
-    losses = tmp_path / "tuned.run" / "losses.csv"
-    while process.poll() is None and not _lines(losses) > 2:
-        time.sleep(0.02)
+    how = {"text": True, "stderr": subprocess.PIPE}
+    process = _begun(out, folder, text, *often, **how)
     limit = resource.RLIMIT_FSIZE
     resource.prlimit(process.pid, limit, (4096, resource.RLIM_INFINITY))
     _, said = process.communicate(timeout=300)

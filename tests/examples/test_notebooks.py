@@ -40,45 +40,27 @@ NEW = {"jax": "0.12.0.1"}
 OURS = "paged_optax[examples]"
 
 
-@pytest.mark.parametrize(
-    ("versions", "modules", "there", "installed"),
-    [
-        pytest.param(NEW, EVERYTHING, "", [], id="nothing is missing"),
-        pytest.param(
-            {"jax": "0.7.2", "jax-cuda12-plugin": "0.7.2"},
-            set(EVERYTHING) - {"paged_optax", "qwix"},
-            "nvidia-smi",
-            ["jax[cuda12]>=0.10.2", OURS],
-            id="Colab",
-        ),
-        pytest.param(
-            NEW, EVERYTHING, "nvidia-smi", ["jax[cuda13]>=0.10.2"], id="JAX for CPUs"
-        ),
-        pytest.param(
-            NEW | {"jax-cuda13-plugin": "0.12.0.1"},
-            EVERYTHING,
-            "nvidia-smi",
-            [],
-            id="JAX for GPUs",
-        ),
-        pytest.param(
-            {}, (), "/dev/accel0", ["jax[tpu]>=0.10.2", OURS], id="a bare TPU"
-        ),
-        pytest.param(NEW, EVERYTHING, "nvidia-smi, JAX_PLATFORMS", [], id="on the CPU"),
-        pytest.param(
-            {"jax": "0.10.2"}, ("flax",), "clone", [f"{ROOT}[examples]"], id="a clone"
-        ),
-    ],
-)
-def test_what_the_first_cell_installs(
-    versions, modules, there, installed, monkeypatch, tmp_path, capsys
-):
-    calls = run_first_cell(versions, modules, there, monkeypatch, tmp_path)
+OLD = {"jax": "0.7.2", "jax-cuda12-plugin": "0.7.2"}
+FOR_GPUS = NEW | {"jax-cuda13-plugin": "0.12.0.1"}
+#: The versions that are there, the modules, what else is, and what is installed.
+MACHINES = {
+    "nothing is missing": (NEW, EVERYTHING, "", []),
+    "Colab": (OLD, EVERYTHING[1:-1], "nvidia-smi", ["jax[cuda12]>=0.10.2", OURS]),
+    "JAX for CPUs": (NEW, EVERYTHING, "nvidia-smi", ["jax[cuda13]>=0.10.2"]),
+    "JAX for GPUs": (FOR_GPUS, EVERYTHING, "nvidia-smi", []),
+    "a bare TPU": ({}, (), "/dev/accel0", ["jax[tpu]>=0.10.2", OURS]),
+    "on the CPU": (NEW, EVERYTHING, "nvidia-smi, JAX_PLATFORMS", []),
+    "a clone": ({"jax": "0.10.2"}, ("flax",), "clone", [f"{ROOT}[examples]"]),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_the_first_cell_installs(machine, monkeypatch, tmp_path, capsys):
+    versions, modules, there, installed = MACHINES[machine]
+    calls = run_first_cell(dict(versions), modules, there, monkeypatch, tmp_path)
     assert calls == ([["-m", "pip", "install", "-q", *installed]] if installed else [])
     shown = capsys.readouterr().out
-    assert ("JAX 0.7.2 is older than 0.10.2" in shown) == (
-        versions.get("jax") == "0.7.2"
-    )
+    assert ("JAX 0.7.2 is older than 0.10.2" in shown) == (machine == "Colab")
     assert f"installed just now: {', '.join(installed) or 'nothing'}\n" in shown
     assert ("this checkout" in shown) == (there == "clone")
 
@@ -135,9 +117,8 @@ def test_notebook(path, monkeypatch):
     source = "import paged_optax\nprint(paged_optax.__file__)"
     notebook.cells.append(nbformat.v4.new_code_cell(source))
     folder = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources=folder
-    ).execute()
+    how = {"timeout": 300, "kernel_name": "python3", "resources": folder}
+    NotebookClient(notebook, **how).execute()
     first, second, *_, last = (x for x in notebook.cells if x.cell_type == "code")
     installing = [first, second] if path.stem == "finetune_hf" else [first]
     for cell in installing:  # without torch, transformers says so first

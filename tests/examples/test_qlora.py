@@ -12,6 +12,7 @@ from flax import nnx
 
 import paged_optax as po
 from helpers import aot
+from helpers.programs import placed, shardings, state_on
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -100,27 +101,17 @@ def on_h200(program, variant, args):
     """What XLA assigns to a variant's step on an H200."""
     model = nnx.eval_shape(variant.model)
     graphdef, trained, frozen = nnx.split(model, variant.trained, ...)
-    state = po.abstract_state(variant.tx, trained)
 
     def build(mesh):
-        device, host = aot.placements(mesh)
-        on_device = lambda tree: jax.tree.map(lambda x: stated(x, device), tree)
-        stated = lambda x, sharding: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding
-        )
-        params = on_device(trained)
-        moments = jax.tree.map(
-            lambda x: stated(x, host if "host" in x.sharding.memory_kind else device),
-            state,
-        )
+        device, _ = aot.placements(mesh)
+        given = placed(trained, device), state_on(mesh, variant.tx, trained)
         batch = jax.ShapeDtypeStruct((1, args.length + 1), jnp.int32, sharding=device)
-        places = jax.tree.map(lambda x: x.sharding, (params, moments))
         step = jax.jit(
             program.make_step(graphdef, variant.tx),
             donate_argnums=(0, 1),
-            out_shardings=(*places, device),
+            out_shardings=(*shardings(given), device),
         )
-        return step, (params, moments, batch, on_device(frozen))
+        return step, (*given, batch, placed(frozen, device))
 
     return aot.h200(build)
 

@@ -39,6 +39,18 @@ def trained(loss, params, frozen, batches, tx):
     return params, losses
 
 
+def by_layers(model, tx, params, batch, frozen=(), compiled=jax.jit, **where):
+    """By a layerwise step: the stacked parameters and losses."""
+    stacked, losses = model.stack(params), []
+    fixed = [model.stack_frozen(x, **where) for x in frozen]
+    args = stacked, model.init(tx, stacked), model.workspace(stacked)
+    step = compiled(po.layerwise_step(model, tx))
+    for _ in range(STEPS):
+        *args, output = step(*args, batch, *fixed)
+        losses.append(output.loss)
+    return args[0], losses, fixed
+
+
 def split(loss, params, batch, *frozen):
     given = {"frozen": frozen[0]} if frozen else {}
     return po.split_layers(loss, params, batch, **given)

@@ -15,6 +15,7 @@ import pytest
 
 import paged_optax as po
 from helpers import aot
+from helpers.programs import leaf_shapes, on_device, state_on
 from paged_optax.backend.memory import nbytes, on_host
 
 #: Each script in `clients`, and the package that it is written for.
@@ -85,14 +86,9 @@ def test_a_loop_of_steps_on_accelerators(adamw, compile_for):
     side = 1024
 
     def build(mesh):
-        device, host = aot.placements(mesh)
         tx = adamw(1e-2)
-        params = {"w": jax.ShapeDtypeStruct((side, side), jnp.float32, sharding=device)}
-        kinds = {"device": device, "pinned_host": host}
-        state = jax.tree.map(
-            lambda x: x.update(sharding=kinds[x.sharding.memory_kind]),
-            po.abstract_state(tx, params),
-        )
+        params = leaf_shapes({"w": (side, side)})
+        given = on_device(mesh, params), state_on(mesh, tx, params)
 
         def step(carry):
             params, state = carry
@@ -102,7 +98,7 @@ def test_a_loop_of_steps_on_accelerators(adamw, compile_for):
 
         unfinished = lambda carry: optax.tree.norm(carry[0]) > 1.0
         run = lambda carry: jax.lax.while_loop(unfinished, step, carry)
-        return jax.jit(run, donate_argnums=0), ((params, state),)
+        return jax.jit(run, donate_argnums=0), (given,)
 
     report = compile_for(build)
     assert report.host_arguments > 2 * side * side

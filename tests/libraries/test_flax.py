@@ -47,22 +47,14 @@ def nnx_step(model, optimizer, x, wrt=nnx.Param):
     optimizer.update(model, gradients)
 
 
-def with_nnx_jit(tx, wrt=nnx.Param):
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=wrt)
-    step = nnx.jit(functools.partial(nnx_step, wrt=wrt), donate_argnums=(0, 1))
-    for _ in range(STEPS):
-        step(model, optimizer, X)
-    return nnx.state(model), nnx.state(optimizer)
-
-
-def optimizer_first(tx):
+def with_nnx_jit(tx, wrt=nnx.Param, order=1):
     """`nnx.jit` returns what it was given in the order in which it was given."""
     model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = nnx.jit(lambda o, m, x: nnx_step(m, o, x), donate_argnums=(0, 1))
+    optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+    run = lambda x, *given: nnx_step(*given[::order], x, wrt)
+    step = nnx.jit(run, donate_argnums=(1, 2))
     for _ in range(STEPS):
-        step(optimizer, model, X)
+        step(X, *(model, optimizer)[::order])
     return nnx.state(model), nnx.state(optimizer)
 
 
@@ -152,18 +144,11 @@ def plain_step(tx, params, state, x):
     return optax.apply_updates(params, updates), state
 
 
-def with_jax_jit(tx):
-    params, state = plain_start(tx)
-    step = jax.jit(functools.partial(plain_step, tx), donate_argnums=(0, 1))
-    for _ in range(STEPS):
-        params, state = step(params, state, X)
-    return params, state
-
-
-def with_jit_step(tx):
+def with_jit(tx, jit=jax.jit):
+    """The state first."""
     params, state = plain_start(tx)
     step = lambda state, params, x: plain_step(tx, params, state, x)
-    step = po.jit_step(step, state, params, X, donate_argnums=(0, 1))
+    step = jit(step, donate_argnums=(0, 1))
     for _ in range(STEPS):
         params, state = step(state, params, X)
     return params, state
@@ -172,13 +157,13 @@ def with_jit_step(tx):
 WRAPPERS = {
     "nnx.Optimizer": with_nnx_jit,
     "nnx.Optimizer, LoRA": functools.partial(with_nnx_jit, wrt=nnx.LoRAParam),
-    "nnx.Optimizer first": optimizer_first,
+    "nnx.Optimizer first": functools.partial(with_nnx_jit, order=-1),
     "TrainState": with_train_state,
     "TrainState, nn.scan": functools.partial(with_train_state, module=Scanned()),
     "Equinox": with_filter_jit,
     "Equinox, jit_step": equinox_in_jit_step,
-    "pytree": with_jax_jit,
-    "pytree, jit_step": with_jit_step,
+    "pytree": with_jit,
+    "pytree, jit_step": functools.partial(with_jit, jit=po.jit_step),
 }
 
 

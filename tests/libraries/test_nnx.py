@@ -23,9 +23,8 @@ STEPS = 10
 
 class Net(nnx.Module):
     def __init__(self, rngs, **options):
-        self.a = nnx.LoRALinear(
-            64, 64, lora_rank=64, use_bias=False, rngs=rngs, **options
-        )
+        sizes = {"lora_rank": 64, "use_bias": False}
+        self.a = nnx.LoRALinear(64, 64, **sizes, rngs=rngs, **options)
 
 
 class Stack(nnx.Module):
@@ -79,21 +78,17 @@ def made(model, tx):
 
 
 def mesh_of(model):
-    devices = jax.devices()[: 4 if MODELS[model][2] else 1]
-    shape = (2, 2) if MODELS[model][2] else (1, 1)
-    return jax.make_mesh(
-        shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices
-    )
+    size = 2 if MODELS[model][2] else 1
+    types, devices = (AxisType.Auto,) * 2, jax.devices()[: size**2]
+    return jax.make_mesh((size, size), ("fsdp", "tensor"), types, devices=devices)
 
 
 def gradients_of(params, number):
     """Gradients of parameters at one step, of the parameters' own placement."""
     random = np.random.default_rng(number)
     draw = lambda x: random.normal(size=x.shape).astype(x.dtype)
-    place = lambda x: (
-        draw(x) if not x.committed else jax.device_put(draw(x), x.sharding)
-    )
-    return jax.tree.map(lambda x: jnp.asarray(place(x)), params)
+    place = lambda x: jax.device_put(draw(x), x.sharding if x.committed else None)
+    return jax.tree.map(place, params)
 
 
 def make_step(way, model, optimizer, gradients):

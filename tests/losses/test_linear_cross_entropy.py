@@ -178,12 +178,10 @@ def test_sixteen_bits(dtype, soft_cap):
     exact = learned(ordinary, cast(given, jnp.float32), soft_cap=soft_cap)
     found = learned(by_chunks, given, chunk=512, soft_cap=soft_cap)
     same = learned(ordinary, given, soft_cap=soft_cap)
-    assert (
-        optax.tree.dtype(found, "lowest") == optax.tree.dtype(same, "lowest") == dtype
-    )
-    for one, other, wanted in zip(
-        *map(jax.tree.leaves, (found, same, exact)), strict=True
-    ):
+    lowest = optax.tree.dtype(found, "lowest"), optax.tree.dtype(same, "lowest")
+    assert lowest == (dtype, dtype)
+    leaves = map(jax.tree.leaves, (found, same, exact))
+    for one, other, wanted in zip(*leaves, strict=True):
         assert far(one, wanted) <= 1.02 * far(other, wanted) + 1e-6
 
 
@@ -275,16 +273,12 @@ def test_chunks(vocab, axis, tokens, width, chunk, one_device):
 
 
 TRANSFORMED = {
-    "vmap": lambda f: (
-        lambda x, head, labels: jax.vmap(f, (0, None, 0))(x, head, labels)
-    ),
+    "vmap": lambda f: jax.vmap(f, (0, None, 0)),
     "both": lambda f: (
         lambda x, head, labels: jax.vmap(f)(x, jnp.stack([head] * len(x)), labels)
     ),
     "scan": lambda f: (
-        lambda x, head, labels: jax.lax.map(
-            lambda one: f(one[0], head, one[1]), (x, labels)
-        )
+        lambda x, head, labels: jax.lax.map(lambda y: f(y[0], head, y[1]), (x, labels))
     ),
     "checkpoint": jax.checkpoint,
 }
@@ -421,14 +415,9 @@ def test_in_a_layerwise_step(tied):
     made = []
     for function in (chunked, whole):
         params = layered.parameters(3, tied)
-        step = po.layerwise_step(
-            po.LayerwiseModel(
-                layered.prologue, layered.layer, functools.partial(epilogue, function)
-            ),
-            tx,
-            max_norm=0.5,
-            accumulate=True,
-        )
+        last = functools.partial(epilogue, function)
+        model = po.LayerwiseModel(layered.prologue, layered.layer, last)
+        step = po.layerwise_step(model, tx, max_norm=0.5, accumulate=True)
         workspace = po.GradientWorkspace.allocate(params["layers"])
         args = params, tx.init(params), workspace
         params, _, _, output = layered.run(step, *args, [batch] * 3)

@@ -1,6 +1,7 @@
 """What a batch takes, by hand, and against XLA's own bytes."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -82,39 +83,24 @@ def compared(params, config, size, way, masters=None, **loss):
     return row.device, total
 
 
-def compared_by_name(name, length, way, **settings):
+CASES = [(*x, {}) for x in itertools.product(MODELS, (512, 2048), WAYS)]
+#: Without logits and scores.
+FUSED = {"fused": True, "blocks": 32}
+CASES += [("qwen3-4b", 2048, "layerwise, all on host", FUSED)]
+CASES += [("llama3-8b", 2048, "layerwise, weights on host", FUSED)]
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize(("name", "length", "way", "settings"), CASES)
+def test_against_xla(name, length, way, settings):
+    """Before jax 0.11.2 weights on the host are fetched later, and take less."""
     config, size = config_of(name, **settings), (BATCH, length)
     loss = {"score_blocks": config.blocks, "fused_head": config.fused}
     shapes, heads = po.model_shapes(name), DECODERS[name].heads
-    return compared(shapes, config, size, way, heads=heads, **loss)
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-@pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("length", [512, 2048])
-@pytest.mark.parametrize("name", MODELS)
-def test_against_xla(name, length, way):
-    """Before jax 0.11.2 weights on the host are fetched later, and take less."""
-    planned, total = compared_by_name(name, length, way)
+    planned, total = compared(shapes, config, size, way, heads=heads, **loss)
     later = way.endswith("on host") and not GPU_FETCHES_AHEAD
-    assert 0.9 <= planned / total <= (1.25 if later else 1.1)
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-@pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("qwen3-4b", "layerwise, all on host"),
-        ("llama3-8b", "layerwise, weights on host"),
-    ],
-)
-def test_without_logits_and_scores_against_xla(name, way):
-    planned, total = compared_by_name(name, 2048, way, fused=True, blocks=32)
-    later = not GPU_FETCHES_AHEAD
     assert 0.9 <= planned / total <= (1.25 if later else 1.1)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -73,12 +74,8 @@ def test_seconds_on_a_t4():
     assert bfloat16 == pytest.approx([65 / 8.1 * x for x in float16])
     assert t4("float32")[0].seconds == pytest.approx(bfloat16)
     assert t4("bfloat16").machine.link == 16
-    assert (
-        t4("bfloat16", teraflops=10)[0].seconds
-        == t4("float16", teraflops=10)[0].seconds
-    )
-    other = {"card": "l4"}
-    assert t4("bfloat16", **other)[0].seconds == t4("float16", **other)[0].seconds
+    for other in ({"teraflops": 10}, {"card": "l4"}):
+        assert t4("bfloat16", **other)[0].seconds == t4("float16", **other)[0].seconds
 
 
 def test_a_t4_is_told_to_train_in_float16():
@@ -93,15 +90,8 @@ def test_a_card_states_what_no_argument_does():
     card = CARDS["l4"]
     found = po.what_fits(SHAPES, card="L4", batch=1, length=512)
     assert found.machine == card
-    own = po.what_fits(
-        SHAPES,
-        card="L4",
-        device_memory="1GiB",
-        link_gigabytes_per_second=10.0,
-        teraflops=50,
-        batch=1,
-        length=512,
-    )
+    stated = {"device_memory": "1GiB", "link_gigabytes_per_second": 10.0}
+    own = po.what_fits(SHAPES, card="L4", **stated, teraflops=50, batch=1, length=512)
     assert (own.machine.memory, own.machine.link) == (2**30, 10.0)
     # Between 30% and 60% of 121 TFLOP/s, and at 50.
     best, worst = found[0].seconds
@@ -202,24 +192,15 @@ def test_advice_where_the_host_is_small(ways):
     ways = of_memory(ways, 4 * 2**30)
     small = dataclasses.replace(ways, host_memory=2**20)
     said = " ".join(str(small).split())
-    assert re.search(
-        r"least of the device, and [0-9.]+ GiB too much of the host\.", said
-    )
+    assert re.search(r"of the device, and [0-9.]+ GiB too much of the host\.", said)
     assert "Host memory" in str(ways) and "Host memory" not in said
 
 
 def test_code_has_what_paging_takes():
     inner, params = optax.lion(1e-3), {"layers": {"w": jnp.ones((2, 512, 512))}}
-    ways = po.what_fits(
-        params,
-        inner,
-        device_memory="1MiB",
-        page_size="8MiB",
-        master_dtype=jnp.float32,
-        codec={"*": "bfloat16"},
-        batch=1,
-        length=8,
-    )
+    how = {"device_memory": "1MiB", "page_size": "8MiB", "codec": {"*": "bfloat16"}}
+    how |= {"master_dtype": jnp.float32, "batch": 1, "length": 8}
+    ways = po.what_fits(params, inner, **how)
     arguments = 'page_size="8MiB", master_dtype="float32", codec=codec'
     assert ways.arguments == arguments
     found = dataclasses.replace(of_memory(ways, 2**30), rows=ways.rows[2:3])
@@ -257,15 +238,10 @@ def test_the_code_runs(way, devices):
     matrix = jax.tree.leaves(scope["params"])[0]
     assert len(matrix.sharding.device_set) == devices
     for _ in range(2):
-        if "model" in scope:
-            step = scope["step"]
-            args = scope["params"], scope["state"], scope["workspace"], scope["batch"]
-            scope["params"], scope["state"], scope["workspace"], output = step(*args)
-            value = output.loss
-        else:
-            args = scope["params"], scope["state"], scope["batch"]
-            scope["params"], scope["state"], value = scope["step"](*args)
-    assert float(value) < before
+        names = ("params", "state", "workspace")[: 3 if "model" in scope else 2]
+        *new, output = scope["step"](*map(scope.get, names), scope["batch"])
+        scope |= dict(zip(names, new, strict=True))
+    assert float(getattr(output, "loss", output)) < before
 
 
 @pytest.mark.parametrize("rank", [None, 16])
@@ -290,9 +266,8 @@ def test_devices_divide(rank):
         return
     enough = max(row.host for row in eight)
     for host, fits in ((enough, len(eight)), (enough - 1, len(eight) - 1), (0, 1)):
-        found = po.what_fits(
-            shapes, card="h200", batch=8, devices=8, host_memory=host, **how
-        )
+        more = {"batch": 8, "devices": 8, "host_memory": host}
+        found = po.what_fits(shapes, card="h200", **more, **how)
         assert len(found.fitting) >= fits if host == 0 else len(found.fitting) == fits
     text = " ".join(str(found).split())
     assert "Device and link are those of each of 8 devices" in text
@@ -308,12 +283,9 @@ def test_adapters_are_never_chosen():
     assert fitting and all("LoRA" in way for way in fitting)
     assert found.choice is None
     assert f"Adapters do: {fitting[0]}; " in " ".join(found.advice().split())
+    rows = itertools.product(("LoRA", "QLoRA"), ("", ", weights on host"))
     names = [row.way for row in found if "LoRA" in row.way]
-    assert names == [
-        f"layerwise {x}{y}"
-        for x in ("LoRA", "QLoRA")
-        for y in ("", ", weights on host")
-    ]
+    assert names == [f"layerwise {method}{where}" for method, where in rows]
 
 
 def test_heads_of_a_checkpoint(tmp_path):
@@ -357,8 +329,7 @@ MEASURED = {
 def test_what_an_h200_took(name):
     """Seconds lie in the range, and bytes on the device are those at the peak."""
     codec, way = MEASURED[name]
-    file = RESULTS / "gpu-nvidia-h200-jax0.11.2.json"
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads((RESULTS / "gpu-nvidia-h200-jax0.11.2.json").read_text())["rows"]
     (row,) = (x for x in rows if x["name"] == f"Llama 3 8B: {name}")
     workload = {"batch": 8, "length": row["tokens"] // 8}
     shapes = po.model_shapes("llama3-8b")
@@ -375,13 +346,8 @@ def test_numbers_of_numpy():
     given = {"batch": np.int8(100), "length": np.int16(512), "heads": np.int8(64)}
     given |= {"link_gigabytes_per_second": np.float16(25), "teraflops": np.int8(100)}
     plain = {name: value.item() for name, value in given.items()}
-    found, wanted = (
-        po.what_fits(SHAPES, device_memory=memory, page_size=size, **arguments)
-        for memory, size, arguments in (
-            (np.int64(1 << 34), np.int32(1 << 20), given),
-            (1 << 34, 1 << 20, plain),
-        )
-    )
-    assert str(found) == str(wanted)
+    given |= {"device_memory": np.int64(1 << 34), "page_size": np.int32(1 << 20)}
+    plain |= {"device_memory": 1 << 34, "page_size": 1 << 20}
+    assert str(po.what_fits(SHAPES, **given)) == str(po.what_fits(SHAPES, **plain))
     with pytest.raises(ValueError, match="page_size is more than 2.63"):
         po.what_fits(SHAPES, device_memory="1GiB", page_size=10**400)

@@ -30,42 +30,29 @@ PAGES = {"page_size": "256KiB"}
 PAGED = po.paged(ADAMW, **PAGES)
 
 
-BUILD = {
-    "resident": lambda: decoder.ordinary(MODEL, ADAMW),
-    "whole tree offloaded": lambda: decoder.ordinary(MODEL, whole_tree(ADAMW)),
-    "paged": lambda: decoder.ordinary(MODEL, PAGED),
-    "layerwise": lambda: decoder.layerwise(MODEL, PAGED),
-    "layerwise, weights on host": lambda: decoder.layerwise(
-        MODEL, PAGED, weights_on_host=True
-    ),
-    "layerwise, all on host": lambda: decoder.layerwise(
-        MODEL, PAGED, weights_on_host=True, rest_on_host=True
-    ),
-}
-
-
-#: Of XLA's bytes and ours, how far apart: it overlaps what is summed here, and holds
-#: more at a time of a tree that is offloaded as a whole.
-SHARES = {
-    "resident": (0.95, 1.05),
-    "whole tree offloaded": (0.9, 1.25),
-    "paged": (0.8, 1.03),
-    "layerwise": (0.8, 1.03),
-    "layerwise, weights on host": (0.7, 1.03),
-    "layerwise, all on host": (0.7, 1.03),
+WEIGHTS, REST = {"weights_on_host": True}, {"rest_on_host": True}
+#: How each is compiled; of XLA's bytes and ours, how far apart: it overlaps what is
+#: summed here, and holds more at a time of a tree that is offloaded as a whole.
+WAYS = {
+    "resident": (decoder.ordinary, ADAMW, {}, 0.95, 1.05),
+    "whole tree offloaded": (decoder.ordinary, whole_tree(ADAMW), {}, 0.9, 1.25),
+    "paged": (decoder.ordinary, PAGED, {}, 0.8, 1.03),
+    "layerwise": (decoder.layerwise, PAGED, {}, 0.8, 1.03),
+    "layerwise, weights on host": (decoder.layerwise, PAGED, WEIGHTS, 0.7, 1.03),
+    "layerwise, all on host": (decoder.layerwise, PAGED, WEIGHTS | REST, 0.7, 1.03),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("way", BUILD)
+@pytest.mark.parametrize("way", WAYS)
 def test_against_xla(way):
     ways = po.what_fits(
         MODEL.shapes(), ADAMW, device_memory="1GiB", codec=None, **PAGES
     )
     (row,) = (row for row in ways if row.way == way)
-    report = aot.h200(BUILD[way]())
-    least, most = SHARES[way]
+    make, tx, how, least, most = WAYS[way]
+    report = aot.h200(make(MODEL, tx, **how))
     assert least <= report.device_total / row.device <= most
     assert report.host_total == pytest.approx(row.host, rel=0.01)
 
@@ -91,10 +78,8 @@ def test_moments_and_link_are_those_of_the_plan():
         tx = po.paged_lion(1e-4, codec=codec, master_dtype="float32")
         plan = po.plan(tx, params, link_gigabytes_per_second=50.0)
         assert (row.moments, row.host) == (plan.device_bytes, plan.host_bytes)
-        assert (row.scratch, row.link_seconds) == (
-            plan.scratch_bytes,
-            plan.link_seconds,
-        )
+        planned = plan.scratch_bytes, plan.link_seconds
+        assert (row.scratch, row.link_seconds) == planned
 
 
 def shape(*sizes):
@@ -124,9 +109,7 @@ def test_a_list_of_layers_is_no_stack():
         {"gpt2": {f"h_{i}": layers[0] for i in range(8)}},
     ):
         found = po.what_fits(params, device_memory="1GiB")
-        assert [dataclasses.astuple(x) for x in found] == [
-            dataclasses.astuple(x) for x in wanted
-        ]
+        assert [*map(dataclasses.astuple, found)] == [*map(dataclasses.astuple, wanted)]
 
 
 def test_a_norm_beside_the_layers_takes_no_pages():
@@ -143,9 +126,9 @@ def test_layers_stacked_under_another_key():
     assert "stacked" not in ways_of(params, layers="blocks")
 
 
-def ways_of(params, *args, **arguments):
+def ways_of(params, *args, device_memory="1MiB", **arguments):
     """The text, in one line."""
-    ways = po.what_fits(params, *args, device_memory="1MiB", **arguments)
+    ways = po.what_fits(params, *args, device_memory=device_memory, **arguments)
     return " ".join(str(ways).split())
 
 
@@ -218,29 +201,27 @@ def test_fits_in_what_jax_takes(name, value, share, monkeypatch):
 
 
 def test_a_larger_share_is_named_where_it_helps():
-    ways = po.what_fits(po.model_shapes("8B"), device_memory="24GiB")
-    text = " ".join(str(ways).split())
+    shapes = po.model_shapes("8B")
+    text = ways_of(shapes, device_memory="24GiB")
     assert "MEM_FRACTION=0.95 JAX takes 22.8 GiB, and these fit too: layerwise." in text
-    ways = po.what_fits(po.model_shapes("8B"), device_memory="99GiB")
-    assert "these fit too" not in str(ways)
+    assert "these fit too" not in ways_of(shapes, device_memory="99GiB")
 
 
 def test_small_models_are_in_mib():
-    text = str(po.what_fits(po.model_shapes("60M"), device_memory="24GiB"))
+    text = ways_of(po.model_shapes("60M"), device_memory="24GiB")
     assert "in MiB" in text and "in GiB" not in text and " 115.2 " in text
-    assert "in GiB" in str(po.what_fits(po.model_shapes("1B"), device_memory="24GiB"))
+    assert "in GiB" in ways_of(po.model_shapes("1B"), device_memory="24GiB")
 
 
 @pytest.mark.slow
 def test_what_the_table_says(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "8")
-    ways = po.what_fits(po.model_shapes("1B"), device_memory="4GiB")
-    text = str(ways)
+    text = ways_of(po.model_shapes("1B"), device_memory="4GiB")
     assert "3.0 GiB, which JAX takes of a GPU of 4.0 GiB" in text
     assert "does not hand out" not in text  # 2 x 2 bytes of 1 billion are less
-    ways = po.what_fits(po.model_shapes("8B"), device_memory="8GiB")
-    assert "does not hand out so much" in " ".join(str(ways).split())
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=49" in str(ways)
+    text = ways_of(po.model_shapes("8B"), device_memory="8GiB")
+    assert "does not hand out so much" in text
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=49" in text
 
 
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
@@ -259,13 +240,14 @@ def test_arrays_in_host_memory_are_all_of_a_way(form, codec):
     assert every.arrays[-1] == 4 * 4096 * 256
 
 
-LIMIT = "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="
+POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+LIMIT = f"export {POOL}="
 
 
 @pytest.fixture
 def needs_the_host(monkeypatch):
     """One way, with 4.6 GiB of small arrays in host memory; XLA's pool as it is."""
-    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    monkeypatch.delenv(POOL, raising=False)
     ways = po.what_fits({"w": shape(1024, 1024)}, device_memory="1GiB")
     row = dataclasses.replace(ways[2], arrays=(47 << 20,) * 100)
     return dataclasses.replace(ways, rows=(row,))
@@ -288,10 +270,10 @@ def test_what_the_pool_takes_of_the_host(needs_the_host):
 
 def test_no_limit_is_named_where_none_helps(needs_the_host, monkeypatch):
     """The variable is set, or the pool takes no more than it must."""
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
+    monkeypatch.setenv(POOL, "5")
     assert "takes 5.0 GiB for it." in notes_of(needs_the_host)
     assert LIMIT not in notes_of(needs_the_host)
-    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    monkeypatch.delenv(POOL)
     row = dataclasses.replace(needs_the_host[0], arrays=(2**30,) * 4)
     ways = dataclasses.replace(needs_the_host, rows=(row,))
     assert "takes 4.0 GiB for it." in notes_of(ways)

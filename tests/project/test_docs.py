@@ -28,6 +28,7 @@ DEEPER = sorted(set(GUIDES.glob("*.md")) - {GUIDES / "index.md"})
 TROUBLESHOOTING = GUIDES / "troubleshooting.md"
 CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 RELEASE = ROOT / ".ci" / "release.md"
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
 #: The interpreter's programs.
 BIN = pathlib.Path(sys.executable).parent
 #: Blocks that make an environment, which `.ci/run` runs.
@@ -37,6 +38,17 @@ ENVIRONMENTS = {"test", "example", "tunix", "hf"}
 def section(title, page=README):
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.S | re.M)
     return text
+
+
+def guide(name):
+    """A page, in one line."""
+    return " ".join((GUIDES / f"{name}.md").read_text().split())
+
+
+def result(name):
+    """The file that a benchmark wrote."""
+    (file,) = RESULTS.glob(f"{name}-jax*.json")
+    return json.loads(file.read_text())
 
 
 def rows(text):
@@ -146,9 +158,8 @@ def test_names_of_hugging_face_are_ours():
 def test_choices():
     """Each is an argument that `paged` takes."""
     page = (GUIDES / "how_it_works.md").read_text()
-    choices = [
-        x for x, *when in rows(section("Page size and budget", page)) if len(when) == 1
-    ]
+    table = rows(section("Page size and budget", page))
+    choices = [x for x, *when in table if len(when) == 1]
     assert len(choices) == 4
     for choice in choices:
         for code in re.findall(r"`([^`]+)`", choice):
@@ -168,11 +179,8 @@ def strings_of(path):
 
 
 def test_messages_are_those_of_the_package():
-    texts = [
-        text
-        for path in (ROOT / "paged_optax").rglob("*.py")
-        for text in strings_of(path)
-    ]
+    files = (ROOT / "paged_optax").rglob("*.py")
+    texts = [text for path in files for text in strings_of(path)]
     table = rows(TROUBLESHOOTING.read_text())
     assert len(table) > 10
     for message, way_out in table:
@@ -202,11 +210,6 @@ def test_what_is_deeper_is_found(path):
     """By a link of the README, and in the reference's navigation."""
     assert f"](docs/{path.name})" in README
     assert f"- {path.name}\n" in (ROOT / "mkdocs.yml").read_text()
-
-
-def test_length():
-    """Who reads it all needs five minutes."""
-    assert len(README.splitlines()) <= 120
 
 
 @pytest.fixture
@@ -291,24 +294,20 @@ def test_figures_again(program):
 
 def test_seconds_of_a_step():
     """The page of the layerwise step says what its figures' file says."""
-    page = (GUIDES / "layerwise.md").read_text()
-    (file,) = (ROOT / "tests" / "benchmarks" / "results").glob("steps-h200-*.json")
-    rows = json.loads(file.read_text())["rows"]
-    ways = {row["way"] for row in rows if row["way"] != "resident"}
-    for way in ways:
+    page, rows = guide("layerwise"), result("steps-h200")["rows"]
+    for way in {row["way"] for row in rows if row["way"] != "resident"}:
         few, many = (row for row in rows if row["way"] == way)
         ratios = f"{few['over_resident']:.2f} | {many['over_resident']:.2f}"
         gib = f"{few['device_gib']:.1f}, {many['device_gib']:.1f}"
         assert f"| {way} | {ratios} | {gib} |" in page
+    (file,) = RESULTS.glob("steps-h200-*")
     assert file.stem.removeprefix("steps-h200-jax") in page
 
 
 def test_what_was_measured():
     """The page says what the files of an H200 say."""
-    page = (GUIDES / "what_fits.md").read_text()
-    results = ROOT / "tests" / "benchmarks" / "results"
-    file = results / "gpu-nvidia-h200-jax0.11.2.json"
-    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    page = guide("what_fits")
+    rows = {row["name"]: row for row in result("gpu-nvidia-h200")["rows"]}
     decoders = [row for row in rows.values() if row["section"] == "decoder"]
     for row in decoders:
         name = row["name"].partition(": ")[2]
@@ -318,30 +317,21 @@ def test_what_was_measured():
     assert len(decoders) == 4
     less = [1 - row["seconds"] / row["predicted_range"][0] for row in decoders]
     assert f"{100 * min(less):.0f} to {100 * max(less):.0f}% less than the low" in page
-    up, down, both, pages = (
-        f"{rows[name]['gigabytes_per_second']:.0f}"
-        for name in ("host to device", "device to host", "both at once")
-        + ("both at once, in pages",)
-    )
-    assert f"{up} GB/s to the device, {down} to the host, and {both} both" in page
-    assert f"16 MiB {pages} both ways" in page
-    resident, paged = (
-        rows[f"8 x 2048x2048: {name}"]
-        for name in ("optax.adamw, resident", "paged, default")
-    )
-    milliseconds = (
-        f"{1e3 * paged['seconds']:.0f} ms for {1e3 * resident['seconds']:.1f}"
-    )
-    assert f"2048x2048 take {milliseconds}: 2.0" in page
+    rate = lambda name: f"{rows[name]['gigabytes_per_second']:.0f}"
+    up, down = rate("host to device"), rate("device to host")
+    assert f"{up} GB/s to the device, {down} to the host, and " in page
+    assert f"and {rate('both at once')} both" in page
+    assert f"16 MiB {rate('both at once, in pages')} both ways" in page
+    seconds = lambda name: 1e3 * rows[f"8 x 2048x2048: {name}"]["seconds"]
+    resident, paged = seconds("optax.adamw, resident"), seconds("paged, default")
+    assert f"2048x2048 take {paged:.0f} ms for {resident:.1f}: 2.0" in page
 
 
 def test_tokens_a_second(monkeypatch):
     """The page has the tables that `tests/benchmarks/tables.py` makes of its files."""
-    benchmarks = ROOT / "tests" / "benchmarks"
-    monkeypatch.syspath_prepend(str(benchmarks))
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
     tables = importlib.import_module("tables")
-    files = "tokens-modelled-jax0.12.0.1.json", "gpu-nvidia-h200-jax0.11.2.json"
-    read = [json.loads((benchmarks / "results" / x).read_text()) for x in files]
+    read = result("tokens-modelled"), result("gpu-nvidia-h200")
     rows = [row for found in read for row in found["rows"]]
     page = (GUIDES / "what_fits.md").read_text()
     assert tables.speeds(rows) in page
@@ -357,22 +347,16 @@ def test_tokens_a_second(monkeypatch):
 
 
 def test_what_was_measured_of_graphs():
-    page = (GUIDES / "what_fits.md").read_text()
-    results = ROOT / "tests" / "benchmarks" / "results"
-    found = json.loads((results / "graphs-gpu-nvidia-h200-jax0.11.2.json").read_text())
+    page, found = guide("what_fits"), result("graphs-gpu-nvidia-h200")
     default, _, concurrent = found["rows"]
     assert f"the third row takes {default['seconds']:.2f} s" in page
-    start = " ".join((GUIDES / "start.md").read_text().split())
-    assert f"took {default['seconds']:.2f} s of an H200, and 0.79 without" in start
+    assert f"took {default['seconds']:.2f} s of an H200, and 0.79 w" in guide("start")
     gib = concurrent["peak_device_bytes"] / 2**30
     assert f"the row takes {concurrent['seconds']:.2f} s, and {gib:.1f} GiB" in page
     model = found["model"]
     in_turn, alone = model["four streams in turn"], model["nothing at once"]
-    words = " ".join(page.split())
-    assert (
-        f"{in_turn:.2f} s by the model without overheads, and {alone:.2f} if" in words
-    )
-    assert f"the model has {model['a stream each way']:.2f};" in words
+    assert f"{in_turn:.2f} s by the model without overheads, and {alone:.2f} if" in page
+    assert f"the model has {model['a stream each way']:.2f};" in page
     pages = {row["name"]: row for row in found["link"]["with graphs"]}
     rate = pages["both at once, in pages"]["gigabytes_per_second"]
     assert f"{rate:.0f} GB/s for both ways together" in page
@@ -388,17 +372,16 @@ PRINTING = [
 ]
 
 
-def test_where_paging_loses_is_computed():
-    assert "how_it_works" in [x.id for x in PRINTING]
-
-
 @pytest.mark.parametrize(("code", "shown"), PRINTING)
 def test_code_prints_what_is_shown(code, shown, capsys):
+    assert "how_it_works" in [x.id for x in PRINTING]
     exec(code, {})
     assert capsys.readouterr().out == shown
 
 
-def test_contributing_is_last():
+def test_the_readme_is_short():
+    """Who reads it all needs five minutes, and meets what is for few last."""
+    assert len(README.splitlines()) <= 120
     assert re.findall(r"^## (.*)$", README, re.M)[-1] == "Contribute"
 
 

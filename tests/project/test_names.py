@@ -25,17 +25,14 @@ def bound(tree):
     """The identifiers that a module binds, one for each place."""
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name, ctx=ast.Store()):
-                yield name
-            case ast.Attribute(attr=name, ctx=ast.Store()):
-                yield name
-            case ast.arg(arg=name) | ast.alias(asname=str(name)):
-                yield name
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.ExceptHandler(name=str(name)):
-                yield name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | (ast.arg(arg=name) | ast.alias(asname=str(name)))
+                | (ast.FunctionDef(name=name) | ast.ClassDef(name=name))
+                | ast.ExceptHandler(name=str(name))
+                | (ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)))
+            ):
                 yield name
 
 
@@ -64,11 +61,8 @@ def test_names_say_what_a_thing_is():
 
 
 def test_each_file_has_a_name_of_its_own():
-    folders = collections.defaultdict(list)
-    for file in FILES:
-        folders[file.name].append(str(file.parent.relative_to(PACKAGE)))
-    twice = {name: x for name, x in folders.items() if len(x) > 1}
-    assert set(twice) <= {"__init__.py"}, twice
+    counts = collections.Counter(file.name for file in FILES)
+    assert {name for name, n in counts.items() if n > 1} <= {"__init__.py"}
 
 
 def test_tests_lie_as_the_package_lies():

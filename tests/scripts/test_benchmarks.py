@@ -13,18 +13,23 @@ import pytest
 RUN = pathlib.Path(__file__).parents[1] / "benchmarks" / "run.py"
 
 
-@pytest.mark.slow
-def test_quick_run(tmp_path):
+def result_of(tmp_path, *arguments):
+    """The path and the contents of the file, and the output."""
     done = subprocess.run(
-        [sys.executable, str(RUN), "--quick", "--out", str(tmp_path)],
+        [sys.executable, str(RUN), "--out", str(tmp_path), *arguments],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
     )
     assert not done.returncode, done.stdout + done.stderr
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
+    return path, json.loads(path.read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_quick_run(tmp_path):
+    path, result, printed = result_of(tmp_path, "--quick")
     assert path.name == f"cpu-cpu-jax{jax.__version__}.json"
-    result = json.loads(path.read_text())
     assert {"python", "jax", "jaxlib", "optax"} <= result["versions"].keys()
     assert {"date", "backend", "device_kind", "load_average"} <= result.keys()
 
@@ -48,26 +53,25 @@ def test_quick_run(tmp_path):
     # A CPU has no link: said so, and no number invented.
     assert {row["section"] for row in result["not_run"]} == {"link"}
     assert all("no link" in row["reason"] for row in result["not_run"])
-    assert "Could not run" in done.stdout and "tokens/s" in done.stdout
+    assert "Could not run" in printed and "tokens/s" in printed
 
 
-def rows_of(tmp_path, *arguments):
-    """What the command writes, with a picture beside it or without."""
-    done = subprocess.run(
-        [sys.executable, str(RUN), "--out", str(tmp_path), *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert not done.returncode, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*.json")
-    return path, json.loads(path.read_text())["rows"]
+@pytest.mark.slow
+def test_checks(tmp_path):
+    """On a CPU of small sizes: all are right, and none is left out."""
+    path, result, printed = result_of(tmp_path, "--checks")
+    assert path.name.startswith("checks-cpu-cpu-")
+    checks = [row for row in result["rows"] if row["section"] == "checks"]
+    assert len(checks) == 6 and all(row["right"] for row in checks)
+    assert checks[0]["differing"] == 0 and not result["not_run"]
+    assert "the same numbers in every way" in printed
 
 
 @pytest.mark.slow
 def test_tokens(tmp_path):
     """On a CPU of a small decoder: gradients of micro-batches add up to the same."""
-    path, rows = rows_of(tmp_path, "--tokens")
+    path, result, _ = result_of(tmp_path, "--tokens")
+    rows = result["rows"]
     assert path.name.startswith("tokens-cpu")
     assert [row["micro_batches"] for row in rows] == [1, 3] * 5
     for row in rows:
@@ -81,9 +85,10 @@ def test_tokens(tmp_path):
 @pytest.mark.compiler
 def test_profile_by_the_model(tmp_path):
     """Of programs for an H200; parts add up to the low end, and a picture is drawn."""
-    path, rows = rows_of(tmp_path, "--profile", "--models", "small")
+    path, result, printed = result_of(tmp_path, "--profile", "--models", "small")
     assert path.name.startswith("profile-modelled-h200-")
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    for row in rows:
+    assert "Shares of a step" in printed
+    for row in result["rows"]:
         assert sum(row["shares"].values()) == pytest.approx(row["seconds"])
         assert row["shares"]["attention"] > 0 and row["shares"]["optimizer"] > 0

@@ -4,7 +4,6 @@ Ten thousand of them: `python tests/hostile.py`.
 """
 
 import ast
-import itertools
 import os
 import pathlib
 
@@ -91,14 +90,9 @@ def test_only_module_runs_what_is_named():
 
 def test_what_has_no_end_is_not_read(tmp_path):
     """A pipe or a device under a checkpoint's name, itself or by a link."""
-    for number, (name, make) in enumerate(
-        itertools.product(
-            ("m.safetensors", "_METADATA"),
-            (os.mkfifo, lambda path: os.symlink("/dev/zero", path)),
-        )
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        make(folder / name)
-        with measured(), pytest.raises(ValueError, match=name.replace(".", "[.]")):
-            checkpoint_shapes(folder)
+    for name in ("m.safetensors", "_METADATA"):
+        for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+            make(tmp_path / name)
+            with measured(), pytest.raises(ValueError, match=name.replace(".", "[.]")):
+                checkpoint_shapes(tmp_path)
+            (tmp_path / name).unlink()

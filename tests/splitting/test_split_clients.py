@@ -3,6 +3,7 @@
 The oracle is `jax.grad` of the same loss and Optax. Needs `.[clients]` and `.[tunix]`.
 """
 
+import functools
 import importlib
 import importlib.util
 
@@ -15,7 +16,7 @@ import pytest
 import paged_optax as po
 from helpers import aot
 from helpers.programs import layerwise, placed
-from helpers.split_trained import RATE, STEPS, close, split, trained
+from helpers.split_trained import RATE, STEPS, by_layers, close, split, trained
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
@@ -25,45 +26,20 @@ pytestmark = [
 ]
 
 #: Each script in `clients`, the package that it is written for, and its models.
-MODELS = {
-    ("split_haiku", "haiku"): (
-        "by_name",
-        "by_name_dropout",
-        "by_name_remat_dropout",
-        "layer_stack",
-        "layer_stack_dropout",
-    ),
-    ("split_equinox", "equinox"): (
-        "list",
-        "list_remat_dropout",
-        "stacked",
-        "stacked_remat_dropout",
-    ),
-    ("split_tunix", "tunix"): (
-        "qwen3",
-        "qwen3_tied",
-        "qwen3_experts",
-        "qwen3_block_remat",
-        "qwen3_experts_decoder_remat",
-        "qwen2",
-        "qwen2_block_remat",
-        "llama3",
-        "llama3_tied",
-        "llama3_decoder_remat",
-        "gemma2",
-        "gemma3",
-        "gemma3_block_remat",
-        "gemma3_decoder_remat",
-        "gemma4",
-        "gemma4_layer_inputs",
-        "gemma4_experts",
-        "llama3_lora",
-        "llama3_qlora_nf4",
-        "llama3_qlora_int8",
-        "qwen3_lora",
-    ),
+NAMES = {
+    (
+        "split_haiku",
+        "haiku",
+    ): "by_name by_name_dropout by_name_remat_dropout layer_stack layer_stack_dropout",
+    ("split_equinox", "equinox"): "list list_remat_dropout stacked"
+    " stacked_remat_dropout",
+    ("split_tunix", "tunix"): "qwen3 qwen3_tied qwen3_experts qwen3_block_remat"
+    " qwen3_experts_decoder_remat qwen2 qwen2_block_remat llama3 llama3_tied"
+    " llama3_decoder_remat gemma2 gemma3 gemma3_block_remat gemma3_decoder_remat gemma4"
+    " gemma4_layer_inputs gemma4_experts llama3_lora llama3_qlora_nf4"
+    " llama3_qlora_int8 qwen3_lora",
 }
-CASES = [(*script, name) for script, names in MODELS.items() for name in names]
+CASES = [(*script, x) for script, names in NAMES.items() for x in names.split()]
 
 #: Some biases of keys have no gradient but roundings, of which Adam makes steps; no
 #: longer if it adds this to their size.
@@ -83,21 +59,12 @@ def test_trains_as_optax(script, package, name):
     plain = optax.adamw(RATE, eps=EPS)
     wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, plain)
     model = split(loss, params, batch, *frozen)
-    stacked = model.stack(params)
-    base = [model.stack_frozen(x, on_host=True, min_size=0) for x in frozen]
-    fetched = [x for x in jax.tree.leaves(base) if on_host(x)]
-    assert bool(fetched) == bool(frozen)
-    before = jax.device_get(base)
+    before = jax.device_get([model.stack_frozen(x) for x in frozen])
     tx = po.paged_adamw(RATE, eps=EPS, page_size=4096, min_paged_size=0)
-    state, workspace = model.init(tx, stacked), model.workspace(stacked)
-    args = stacked, state, workspace, batch, *base
-    step = po.layerwise_step(model, tx)
-    step, losses = po.jit_step(step, *args, donate_argnums=(0, 1, 2)), []
-    for _ in range(STEPS):
-        stacked, state, workspace, output = step(
-            stacked, state, workspace, batch, *base
-        )
-        losses.append(output.loss)
+    donating = functools.partial(po.jit_step, donate_argnums=(0, 1, 2))
+    where = {"compiled": donating, "on_host": True, "min_size": 0}
+    stacked, losses, base = by_layers(model, tx, params, batch, frozen, **where)
+    assert any(map(on_host, jax.tree.leaves(base))) == bool(frozen)
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
     assert theirs[-1] < theirs[0]
     close(model.unstack(stacked), wanted)

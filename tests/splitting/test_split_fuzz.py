@@ -20,10 +20,7 @@ CHOICES = {
     "wrap": ["null" if x is None else x for x in WRAPS],
     "mask": split_recipes.MASKS,
     "kept": split_recipes.KEPT,
-    "refused": [
-        "null",
-        *{*split_recipes.REFUSED_LISTS, *split_recipes.REFUSED_SCANS},
-    ],
+    "refused": ["null", *split_recipes.REFUSED_LISTS, *split_recipes.REFUSED_SCANS],
     "frozen": ["null", "half", "int8", "lora"],
     "then": ["null", *split_recipes.THEN],
     "layers": map(str, [1, 2, 3, 4, 5, 6, 9, 10, 12]),
@@ -59,6 +56,7 @@ def test_any_model(differing, number):
     assert differing(split_recipes.drawn(number + 1, 0)[number]) == {}
 
 
+FOUR = [["convolution", 0], ["logsumexp", 1], ["einsum", 0], ["concatenate", 2]]
 #: Recipes that went wrong, as short as they do.
 ONCE = {
     # The refusal named no line: `jnp.linalg.solve`'s own equations have none.
@@ -75,17 +73,7 @@ ONCE = {
         "container": "Block_0",
         "kinds": [*[0] * 11, 1],
         "changes": [[0, 2, "add"], [0, 3, "dropout"]],
-        "blocks": [
-            {
-                "ops": [
-                    ["convolution", 0],
-                    ["logsumexp", 1],
-                    ["einsum", 0],
-                    ["concatenate", 2],
-                ],
-                "residual": False,
-            }
-        ],
+        "blocks": [{"ops": FOUR, "residual": False}],
         "penalty": "all",
     },
     # A layer of another kind, before the last one, has less behind its parameters.

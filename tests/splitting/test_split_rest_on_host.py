@@ -18,10 +18,8 @@ TABLE = {"host_dtype": "float32"}
 def loss(params, frozen, batch):
     x = params["embed"][batch] + frozen["positions"][: batch.shape[-1]]
     for layer, fixed in zip(params["layers"], frozen["layers"], strict=True):
-        x = (
-            x
-            + jnp.tanh(layer["scale"] * x @ (fixed["up"] + layer["up"])) @ layer["down"]
-        )
+        up = fixed["up"] + layer["up"]
+        x = x + jnp.tanh(layer["scale"] * x @ up) @ layer["down"]
     x = x[:, :-1] * (1 + params["scale"]) + params["offset"].sum(0)
     logits = x @ params["head"] + x @ params["embed"].T + params["bias"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
@@ -146,8 +144,7 @@ def test_leaves_that_are_read_as_they_are_stacked(on_host):
     wanted = model.stack(params, **where)
     layers, rest = params["layers"], {n: x for n, x in params.items() if n != "layers"}
     Read.most = 0
-    read = jax.tree.map(Read, layers)
-    found = model.stack(rest | {"layers": read}, **where)
+    found = model.stack(rest | {"layers": jax.tree.map(Read, layers)}, **where)
     assert Read.most <= 2
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     if on_host:
@@ -161,12 +158,12 @@ def test_numpy_parameters(on_host):
     """Stacks, state and steps as of JAX's arrays, wherever the stacks are."""
     params, frozen, batch = made(jnp.float32)
     model, tx = po.split_layers(loss, params, batch, frozen=frozen), po.paged_adamw(0.1)
+    step = jax.jit(po.layerwise_step(model, tx))
 
     def trained(params):
         stacked = model.stack(params, on_host=on_host, min_size=0)
         args = stacked, model.init(tx, stacked), model.workspace(stacked)
-        fixed = model.stack_frozen(frozen)
-        return jax.jit(po.layerwise_step(model, tx))(*args, batch, fixed)
+        return step(*args, batch, model.stack_frozen(frozen))
 
     arrays = jax.tree.map(np.asarray, params)
     jax.tree.map(np.testing.assert_array_equal, trained(arrays), trained(params))

@@ -84,6 +84,9 @@ def same(loss, params):
     wanted, theirs = jax.jit(jax.value_and_grad(loss))(params, zoo.TOKENS)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     close(model.unstack(gradients), theirs)
+    shorter = zoo.TOKENS[:1, :5]
+    value = jax.jit(model.loss)(model.stack(params), shorter)
+    np.testing.assert_allclose(value, loss(params, shorter), rtol=1e-6)
     return model
 
 
@@ -138,15 +141,6 @@ def test_what_is_indexed_within_a_layer():
 
     model = same(zoo.around(run), params)
     assert "layers/*" in str(model) and "by their numbers" not in str(model)
-
-
-def test_another_batch():
-    params = stacked()
-    model = po.split_layers(LOSSES["index"], params, zoo.TOKENS)
-    shorter = zoo.TOKENS[:1, :5]
-    value = jax.jit(model.loss)(model.stack(params), shorter)
-    wanted = LOSSES["index"](params, shorter)
-    np.testing.assert_allclose(value, wanted, rtol=1e-6)
 
 
 def whole_too(params, batch):

@@ -1,7 +1,6 @@
 """Models that nobody rewrote, trained layer by layer in all the ways of a step."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,7 @@ from helpers.split_trained import RATE, STEPS, close, trained, value_of
 NAMES = ["gpt_2", "linen_sow", "nnx_list", "linen_scan", "maxtext_dropout"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """How a model is trained.
 
     Attributes:
@@ -34,8 +32,8 @@ class Way:
       jitted: Whether `jit_step` compiles the step, and its arguments are given up.
     """
 
-    step: dict[str, Any] = dataclasses.field(default_factory=dict)
-    room: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: dict[str, Any] = {}
+    room: dict[str, Any] = {}
     on_host: bool = False
     dtype: str | None = None
     bits: int = 32
@@ -44,30 +42,25 @@ class Way:
 
 
 HOST = {"host_dtype": "float32"}
+CLIP, ACCUMULATE = {"max_norm": 0.05}, {"accumulate": True}
+AWAY, LATE = {"activations_on_host": True}, {**HOST, "rest": True}
 WAYS = {
-    "clipped": Way(step={"max_norm": 0.05}),
-    "gradients on the host": Way(step={"max_norm": 0.05}, room=HOST),
-    "deferred": Way(room={**HOST, "rest": True}),
-    "deferred and clipped": Way(step={"max_norm": 0.05}, room={**HOST, "rest": True}),
+    "clipped": Way(CLIP),
+    "gradients on the host": Way(CLIP, HOST),
+    "deferred": Way(room=LATE),
+    "deferred and clipped": Way(CLIP, LATE),
     "weights on the host": Way(on_host=True),
-    "activations on the host": Way(step={"activations_on_host": True}),
-    "accumulated": Way(step={"accumulate": True}),
-    "accumulated and clipped": Way(step={"accumulate": True, "max_norm": 0.05}),
+    "activations on the host": Way(AWAY),
+    "accumulated": Way(ACCUMULATE),
+    "accumulated and clipped": Way(ACCUMULATE | CLIP),
     "given up": Way(jitted=True),
-    "all on the host": Way(
-        step={"activations_on_host": True, "accumulate": True, "max_norm": 0.05},
-        room={**HOST, "rest": True},
-        on_host=True,
-        jitted=True,
-    ),
+    "all on the host": Way(AWAY | ACCUMULATE | CLIP, LATE, on_host=True, jitted=True),
     "bfloat16": Way(dtype="bfloat16"),
     "eight bits": Way(bits=8),
     "remainders": Way(dtype="bfloat16", bits=8),
-    "remainders, given up": Way(
-        dtype="bfloat16", bits=8, on_host=True, jitted=True, step={"max_norm": 0.05}
-    ),
+    "remainders, given up": Way(CLIP, {}, True, "bfloat16", 8, jitted=True),
     "a mesh": Way(devices=8),
-    "a mesh, clipped": Way(devices=8, step={"max_norm": 0.05}, room=HOST, jitted=True),
+    "a mesh, clipped": Way(CLIP, HOST, devices=8, jitted=True),
 }
 
 
