@@ -13,13 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
 from helpers import layered
-from helpers.checkpoints import (
-    flax_bytes,
-    flax_dict,
-    manager,
-    pytree,
-    standard,
-)
+from helpers.checkpoints import flax_bytes, flax_dict, manager, pytree, standard
 from helpers.coded import ALL_PAGED
 from helpers.reference import arrays, kinds
 from paged_optax.codecs import DynamicInt8, Quantized

@@ -22,13 +22,7 @@ from helpers.coding import (
     sample,
 )
 from helpers.programs import MIB, on_device
-from paged_optax.codecs import (
-    DynamicInt4,
-    DynamicInt8,
-    Float8E4M3,
-    Quantized,
-    named,
-)
+from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3, Quantized, named
 from paged_optax.codecs.dynamic_int4 import int4_map
 from paged_optax.codecs.dynamic_int8 import _few_digits, dynamic_map
 

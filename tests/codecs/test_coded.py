@@ -194,8 +194,7 @@ def compiled(compile_for, codec, leaves):
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("codec", "leaves"),
-    [("dynamic_int8", 16), ("dynamic_int4", 3), ("float8_e4m3", 3)],
+    ("codec", "leaves"), [("dynamic_int8", 16), ("dynamic_int4", 3), ("float8_e4m3", 3)]
 )
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_scratch(compile_for, codec, leaves):
@@ -245,8 +244,7 @@ def test_state_of_the_parameters_own_tree(way):
 def test_a_single_value_made_of_coded_moments(codec):
     """No gradient enters the flag of `zero_nans`: it is a leaf of its own, a scalar."""
     by_moments = optax.GradientTransformation(
-        optax.scale_by_adam().init,
-        lambda _, state, params=None: (state.mu, state),
+        optax.scale_by_adam().init, lambda _, state, params=None: (state.mu, state)
     )
     tx = po.paged(optax.chain(by_moments, optax.zero_nans()), codec=codec, **ALL_PAGED)
     params = {"w": jnp.ones((64, 1024))}

@@ -8,12 +8,7 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import (
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
 from helpers import layered

@@ -87,12 +87,7 @@ def trained(monkeypatch, ahead, codec=None, offloaded=False):
 @pytest.mark.slow
 @_AHEAD
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"codec": "dynamic_int8"},
-        {"offloaded": True},
-    ],
-    ids=["int8", "offloaded"],
+    "how", [{"codec": "dynamic_int8"}, {"offloaded": True}], ids=["int8", "offloaded"]
 )
 def test_numbers_are_those_of_turns(monkeypatch, how):
     """But for rounding, of layers whose leaves are alike, and of the output matrix.

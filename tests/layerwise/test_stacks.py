@@ -37,10 +37,7 @@ def test_a_step_takes_numpy(dtype, how):
     """Parameters, the workspace's and the state's alike, eager and compiled."""
     array = lambda x: np.asarray(x).astype(dtype)
     results = []
-    for params in (
-        layered.parameters(2),
-        jax.tree.map(array, layered.parameters(2)),
-    ):
+    for params in (layered.parameters(2), jax.tree.map(array, layered.parameters(2))):
         tx = po.paged_adamw(1e-3, **SETTINGS)
         given = how
         if how == "deferred":

@@ -121,11 +121,7 @@ BY_KERNELS = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("weights_on_host", "host_dtype"),
-    [
-        pytest.param(False, None, marks=BY_KERNELS),
-        (False, jnp.float32),
-        (True, None),
-    ],
+    [pytest.param(False, None, marks=BY_KERNELS), (False, jnp.float32), (True, None)],
 )
 def test_addresses_on_h200(weights_on_host, host_dtype):
     """Each transfer starts at a layer and goes on to the next, up or down.

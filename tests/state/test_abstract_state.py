@@ -9,13 +9,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
-from helpers.moments import (
-    BUDGET,
-    MOMENTS,
-    WRAPPERS,
-    adam,
-    small,
-)
+from helpers.moments import BUDGET, MOMENTS, WRAPPERS, adam, small
 from helpers.reference import ALIASES, SMALL_PAGES, kinds
 from helpers.small import DEVICE, HOST
 from paged_optax.backend.memory import on_host

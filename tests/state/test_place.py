@@ -75,8 +75,7 @@ LOSSES = {
         lambda x: x[0], jax_utils.replicate(state, devices=jax.devices()[:1])
     ),
     "on several devices": lambda state, path: jax.device_put(
-        state,
-        NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec()),
+        state, NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec())
     ),
 }
 

@@ -12,13 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import paged_optax as po
 from helpers import aot
 from helpers.programs import state_on
-from helpers.reference import (
-    ALIASES,
-    SMALL_PAGES,
-    arrays,
-    assert_equal,
-    kinds,
-)
+from helpers.reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 from helpers.small import (
     ALL_PAGED,
     DEVICE,

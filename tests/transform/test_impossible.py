@@ -46,10 +46,7 @@ def test_derivatives(derive, jit):
     state, there = ours.init(PARAMS), resident.init(PARAMS)
     with pytest.raises(ValueError, match=r"no derivative.*device_budget=None"):
         compiled(derive(loss_after(ours, state)))(PARAMS)
-    cases = [
-        (resident, there, lambda x: x),
-        (ours, state, jax.lax.stop_gradient),
-    ]
+    cases = [(resident, there, lambda x: x), (ours, state, jax.lax.stop_gradient)]
     for tx, state, cut in cases:
         wanted = derive(loss_after(plain, plain.init(PARAMS), cut))(PARAMS)
         found = compiled(derive(loss_after(tx, state, cut)))(PARAMS)
