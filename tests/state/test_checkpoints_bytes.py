@@ -8,14 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from helpers.checkpoints import (
-    assert_same,
-    flax_bytes,
-    manager,
-    paged_adamw,
-    pytree,
-    standard,
-)
+from helpers import checkpoints
+from helpers.checkpoints import flax_bytes, manager, paged_adamw, pytree, standard
 from helpers.programs import llama
 from helpers.reference import arrays
 from helpers.small import DEVICE, HOST
@@ -89,7 +83,7 @@ def test_saving_and_restoring_hold_one_leaf_on_the_device(tmp_path, monkeypatch,
     resident = po.device_bytes(state)
     with Watch(monkeypatch) as watch:
         restored = way(tmp_path, state, target)
-    assert_same(restored, state)
+    checkpoints.assert_same(restored, state)
     assert watch.most <= leaf
     # Nothing but what belongs there was ever put on the device.
     assert watch.puts[DEVICE] <= resident
