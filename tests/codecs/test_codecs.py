@@ -305,10 +305,7 @@ def moving(codec, shape):
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 @coding.EVERY_BLOCKED
 def test_scratch_is_a_page(compile_for, codec):
-    """4 Mi values, 16 MiB in float32: at most one page of scratch.
-
-    A TPU would look entries of a table up one by one.
-    """
+    """16 MiB in float32: at most one page; a TPU looks up no entries of a table."""
     report = compile_for(moving(codec, (1024, 4096)))
     assert report.device_temp <= 17 * MIB
     assert compile_for is aot.h200 or " gather(" not in report.hlo

@@ -122,10 +122,7 @@ def test_no_second_moment_vanishes(name, exact, platform):
 @coding.SIGNED
 @pytest.mark.parametrize("name", ["random", "wide", "beside zeros"])
 def test_what_bitsandbytes_rounds_first(name, signed):
-    """Its float32 kernel differs by nothing but a grid of 65536 points.
-
-    It looks `x * (1 / absmax)` up in a table of codes for -1, -1 + 2/65535, ... 1.
-    """
+    """Its float32 kernel differs by a table for -1, -1 + 2/65535, ... 1 alone."""
     kind = "signed" if signed else "unsigned"
     x = case(name, kind)
     codes, scales = golden("grid", kind, name)

@@ -416,10 +416,7 @@ CODED += [("paged_ademamix", "dynamic_int8"), ("paged_lion", "dynamic_int8")]
 @pytest.mark.parametrize(("alias", "codec"), CODED)
 @pytest.mark.parametrize("stream", FINITE)
 def test_streams(alias, codec, stream):
-    """Within the codec's own bound of each exact step; updates are not much larger.
-
-    The bounds are those of test_codecs.py and of the scenarios above.
-    """
+    """Within the bounds of test_codecs.py of each exact step; updates are not large."""
     errors, sizes = compared(alias, codec)
     assert errors[stream] <= 1 + 1e-6
     assert sizes[stream] <= 2

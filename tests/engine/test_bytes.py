@@ -1,7 +1,4 @@
-"""What the accelerator compilers assign: the savings that are promised, in bytes.
-
-Every bound here is XLA's own buffer assignment for one H200 and one TPU v5e.
-"""
+"""XLA's own buffer assignment for one H200 and one TPU v5e: the promised savings."""
 
 import re
 
@@ -262,10 +259,7 @@ def test_scratch_of_one_moment_is_as_planned_on_h200(alias):
     ids=["remainders", "masters", "narrow mu", "wide mu"],
 )
 def test_scratch_of_moments_of_two_sizes_is_as_planned_on_h200(settings, dtype, shape):
-    """XLA:GPU keeps a page more of what it converts narrower moments to, or does not.
-
-    The larger shape is that of 128 experts.
-    """
+    """XLA:GPU may keep a page of converted moments; the larger has 128 experts."""
     tx, params = po.paged_adamw(1e-3, **settings), square(1, shape)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
     report = aot.h200(updating(tx, params))

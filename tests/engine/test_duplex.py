@@ -135,10 +135,7 @@ def test_two_pages_go_in_turn_on_a_gpu():
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_one_moment_goes_in_turn(compile_for):
-    """No buffer is read and written at once; the plan counts both ways.
-
-    Two leaves alternate, see `test_together`.
-    """
+    """The plan counts both ways. Two leaves alternate, see `test_together`."""
     tx, params = po.paged_lion(1e-3), square(1)
     assert compiled(compile_for, tx, params)[1] == pytest.approx(2)
     plan = po.plan(tx, params, link_gigabytes_per_second=1e-9)

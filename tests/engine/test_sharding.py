@@ -334,10 +334,7 @@ def test_init_in_a_jit(asked):
 
 @pytest.mark.parametrize("model", ["llama2-7b", "llama3-70b", "llama3-405b"])
 def test_scaling_plan(model, recwarn):
-    """Eight times the devices: an eighth of the bytes a device.
-
-    And of the seconds, but for small shards, of which few pages go both ways at once.
-    """
+    """An eighth of the bytes a device, and of the seconds but for small shards."""
     params, tx = po.model_shapes(model), po.paged_adamw(1e-4, master_dtype="float32")
     count = sum(x.size for x in jax.tree.leaves(params))
     plans = {

@@ -1,7 +1,4 @@
-"""States of bitsandbytes' own optimizers: read as `state_dict()` has them, and used on.
-
-Skipped where bitsandbytes is not installed.
-"""
+"""States of bitsandbytes' optimizers, where it is installed: read and used on."""
 
 import warnings
 

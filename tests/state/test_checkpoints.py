@@ -1,7 +1,4 @@
-"""Checkpoints: saved from host memory, restored into it, and trained on bit for bit.
-
-Orbax's restore target is `abstract_state`: it says of every leaf where it belongs.
-"""
+"""Checkpoints: saved from host memory, restored into it, and trained on bit for bit."""
 
 import functools
 

@@ -17,11 +17,7 @@ from paged_optax.backend.memory import nbytes
 
 
 class Watch:
-    """The most bytes that arrays held on the devices beyond those of the beginning.
-
-    A thread samples `jax.live_arrays()`, and so does every `jax.device_put`, before it
-    starts and after it is done: what Orbax and JAX make arrays with on a restore.
-    """
+    """The most bytes on the devices, at each `device_put` and in between."""
 
     def __init__(self, monkeypatch):
         self.most, self.puts = 0, collections.Counter()
@@ -68,10 +64,7 @@ class Watch:
 @pytest.mark.quick("flax_bytes")
 @pytest.mark.parametrize("way", [standard, flax_bytes, manager, pytree])
 def test_saving_and_restoring_hold_one_leaf_on_the_device(tmp_path, monkeypatch, way):
-    """The 291 leaves of Llama-3-8B at 1/64 of each size, moments alone.
-
-    What stays on the device by design is its vectors: 1/4096 of a leaf each.
-    """
+    """Of Llama-3-8B at 1/64 of each size; by design its vectors are on the device."""
     shapes = llama(hidden=64, inner=224, grouped=16, vocabulary=2004)
     assert len(jax.tree.leaves(shapes)) == 291
     tx = po.paged_adamw(1e-3, page_size="64KiB", min_paged_size="2KiB")

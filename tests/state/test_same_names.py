@@ -1,7 +1,4 @@
-"""Parameters whose joined names are equal, or have a `/` at an end, or are patterns.
-
-JAX's own key paths say which moment is whose.
-"""
+"""Parameters whose joined names are equal, or have a `/` at an end, or are patterns."""
 
 import re
 

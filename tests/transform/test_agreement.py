@@ -1,7 +1,4 @@
-"""Processes that disagree: played by threads, and two real ones.
-
-Those that agree are in scripts/test_faults.py.
-"""
+"""Processes that disagree, as threads and real; others: scripts/test_faults.py."""
 
 import collections
 import json

@@ -1,5 +1,4 @@
-"""Master weights of which the host keeps 16 bits, or 8 as FlashOptim's; parameters the
-others."""
+"""Master weights: the host keeps 16 bits of them, or 8, and parameters the others."""
 
 import functools
 import warnings

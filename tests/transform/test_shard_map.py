@@ -280,10 +280,7 @@ def counting():
 
 @pytest.mark.parametrize("codec", ["dynamic_int8", "bfloat16"])
 def test_moments_of_no_gradient(codec):
-    """They are stored as any other, though a part has as few values as what is shared.
-
-    And they vary over the mesh as what they replace.
-    """
+    """They are stored as any other, and vary over the mesh as what they replace."""
     tx = po.paged(counting(), codec=codec, **PAGES)
     how = {"specs": {"w": P("x", "y")}, "shapes": {"w": (64, 128)}}
     (_, found), before, after = train(tx, **how)

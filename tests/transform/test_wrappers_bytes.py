@@ -60,11 +60,7 @@ def used_outside(program):
 @COMPILERS
 @pytest.mark.parametrize("name", SKIPPING)
 def test_a_skipped_step_moves_no_byte(compile_for, name):
-    """Everything in place, and a predicate is the trip count of all that is moved.
-
-    Host memory is touched inside loops alone, whose trip count is a converted bool that
-    follows from the wrapper's own counter: 0 on a step that is skipped.
-    """
+    """In place, and every trip count follows from the wrapper's counter, by a bool."""
     tx = getattr(po, name)(po.paged_adamw(1e-3, page_size="8MiB"), SKIPPING[name])
     report = compile_for(stepping(tx, square(4)))
     assert report.host_temp == 0
