@@ -155,9 +155,7 @@ def test_shapes(codec, shape):
     stored = encode(codec, x)
     promised = codec.stored(shape)
     assert jax.tree.structure(stored) == jax.tree.structure(promised)
-    for array, aval in zip(
-        jax.tree.leaves(stored), jax.tree.leaves(promised), strict=True
-    ):
+    for array, aval in zip(*map(jax.tree.leaves, (stored, promised)), strict=True):
         assert (array.shape, array.dtype) == (aval.shape, aval.dtype)
     decoded = decode(codec, stored, shape)
     assert (decoded.shape, decoded.dtype) == (shape, jnp.float32)

@@ -38,9 +38,7 @@ def test_abstract_state_is_that_of_init(name):
     for given in (params, shapes):
         target = po.abstract_state(tx, given)
         assert jax.tree.structure(target) == jax.tree.structure(state)
-        for x, wanted in zip(
-            jax.tree.leaves(target), jax.tree.leaves(state), strict=True
-        ):
+        for x, wanted in zip(*map(jax.tree.leaves, (target, state)), strict=True):
             assert isinstance(x, jax.ShapeDtypeStruct)
             assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
             assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
@@ -79,9 +77,7 @@ def test_abstract_state_is_beside_the_parameters(where):
     )
     for given in (params, shapes):
         target = po.abstract_state(tx, given)
-        for x, wanted in zip(
-            jax.tree.leaves(target[0]), jax.tree.leaves(state[0]), strict=True
-        ):
+        for x, wanted in zip(*map(jax.tree.leaves, (target[0], state[0])), strict=True):
             # A count of `init` is committed nowhere; a restored one must be with them.
             place = wanted.sharding if x.ndim else sharding
             place = place.with_memory_kind(wanted.sharding.memory_kind)

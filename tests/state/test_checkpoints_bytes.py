@@ -1,6 +1,7 @@
-"""Saving and restoring hold one leaf on the device at a time."""
+"""Saving and restoring: one leaf on the device at a time, and the host's memory."""
 
 import collections
+import json
 import threading
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import paged_optax as po
 from helpers import checkpoints
+from helpers.alone import alone
 from helpers.checkpoints import flax_bytes, manager, paged_adamw, pytree, standard
 from helpers.programs import llama
 from helpers.reference import arrays
@@ -90,3 +92,29 @@ def test_the_watch_sees_a_detour(tmp_path, monkeypatch):
     with Watch(monkeypatch) as watch:
         standard(tmp_path, state, jax.eval_shape(tx.init, params))
     assert watch.most >= po.host_bytes(state)
+
+
+#: By writer: saves, a step beside each, and the most over the state, in states.
+MOST = {
+    "orbax": (20, False, 0.05),
+    "orbax, async": (20, False, 0.05),
+    # A step copies what is being written: XLA:CPU does not reuse what NumPy reads.
+    "orbax, async, a step beside": (20, True, 1.1),
+    "orbax, compressed": (2, False, 1.6),
+    "pickle": (2, False, 1.1),
+    "pickle, device_get": (2, False, 0.1),
+    "flax": (2, False, 3.1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.pure
+@pytest.mark.parametrize("name", MOST)
+def test_peak_of_host_memory(name):
+    """A state of a gigabyte; what Orbax restores has its bits."""
+    saves, beside, most = MOST[name]
+    call = f"{name!r}, 1 << 30, {saves}, {beside}"
+    code = "import json; from helpers.save_memory import measure"
+    over, equal = json.loads(alone(f"{code}; print(json.dumps(measure({call})))"))
+    assert over < most
+    assert equal

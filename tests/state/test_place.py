@@ -130,9 +130,7 @@ def test_shapes_get_the_places_of_a_restore():
     params = nnx.state(model, nnx.Param)
     found = po.place_state(optimizer.tx, shapes.opt_state, params)
     assert jax.tree.structure(found) == jax.tree.structure(optimizer.opt_state)
-    places = zip(
-        jax.tree.leaves(found), jax.tree.leaves(optimizer.opt_state), strict=True
-    )
+    places = zip(*map(jax.tree.leaves, (found, optimizer.opt_state)), strict=True)
     for x, array in places:
         assert isinstance(x, jax.ShapeDtypeStruct)
         assert (x.shape, x.dtype) == (array.shape, array.dtype)
