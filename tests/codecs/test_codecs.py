@@ -9,27 +9,10 @@ import numpy as np
 import pytest
 
 from helpers import aot, coding
-from helpers.coding import (
-    EVERY,
-    SIGNED,
-    assert_same,
-    decode,
-    encode,
-    encode_with,
-    noise_for,
-    sample,
-)
+from helpers.coding import EVERY, assert_same, decode, encode, noise_for, sample
 from helpers.programs import MIB, on_device
-from paged_optax.codecs import (
-    BFloat16Codec,
-    DynamicInt4,
-    DynamicInt8,
-    Float8E4M3,
-    Noise,
-    Quantized,
-    draw,
-    named,
-)
+from paged_optax import codecs
+from paged_optax.codecs import BFloat16Codec, DynamicInt4, DynamicInt8, Quantized, named
 from paged_optax.codecs.dynamic_int4 import int4_map
 from paged_optax.codecs.dynamic_int8 import _few_digits, dynamic_map
 
@@ -39,7 +22,7 @@ pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 # Against the rule itself.
 
 
-@SIGNED
+@coding.SIGNED
 def test_int8_is_the_nearest(signed, platform):
     """At every midpoint of the map and three floats to either side of it."""
     numbers = dynamic_map(signed)
@@ -82,7 +65,7 @@ def test_denormal_reciprocals_are_rounded_once():
     np.testing.assert_array_equal(digits * 2**23, exact)
 
 
-@SIGNED
+@coding.SIGNED
 def test_int8_decodes_the_map(signed, platform):
     codes = jnp.arange(256, dtype=jnp.uint8)
     codec = DynamicInt8(signed)
@@ -92,7 +75,7 @@ def test_int8_decodes_the_map(signed, platform):
         np.testing.assert_array_equal(decode(codec, stored, (256,)), expected)
 
 
-@SIGNED
+@coding.SIGNED
 def test_int4_decodes_the_map(signed, platform):
     codes = jnp.arange(16, dtype=jnp.uint8)
     stored = Quantized(codes, jnp.array([0.3], jnp.float32))
@@ -107,7 +90,9 @@ def test_decoding_is_near(codec):
     decoded = np.asarray(decode(codec, encode(codec, x), x.shape))
     largest = np.abs(x).reshape(-1, codec.block).max(axis=1)
     error = np.abs(decoded - x).reshape(-1, codec.block).max(axis=1) / largest
-    bound = {DynamicInt8: 0.008, DynamicInt4: 0.12, Float8E4M3: 0.036}[type(codec)]
+    bound = {DynamicInt8: 0.008, DynamicInt4: 0.12, codecs.Float8E4M3: 0.036}[
+        type(codec)
+    ]
     if codec == DynamicInt8(signed=False):
         bound /= 2
     assert np.all(error <= bound)
@@ -123,7 +108,7 @@ def test_zeros_stay_zeros(codec):
 @coding.EVERY_BLOCKED
 def test_fresh_state_is_all_zero_bytes(codec):
     """As in the libraries: a fresh state is what `encode` makes of zeros."""
-    if codec == DynamicInt4(signed=True) or isinstance(codec, Float8E4M3):
+    if codec == DynamicInt4(signed=True) or isinstance(codec, codecs.Float8E4M3):
         pytest.skip("zero has another code, or the scale its least value")
     for array in jax.tree.leaves(encode(codec, jnp.zeros((3, 100), jnp.float32))):
         assert not np.asarray(array).any()
@@ -352,7 +337,7 @@ def test_noise_is_keyed_and_moves():
     codec = BFloat16Codec(stochastic=True)
     x = jnp.full((4096,), 1 + 1 / 256, jnp.float32)  # half-way: up or down
     up = lambda **where: (
-        np.asarray(encode_with(x, noise_for(codec, **where), codec)) > 1.004
+        np.asarray(coding.encode_with(x, noise_for(codec, **where), codec)) > 1.004
     )
     first = up()
     np.testing.assert_array_equal(first, up())
@@ -362,7 +347,10 @@ def test_noise_is_keyed_and_moves():
     noise = noise_for(codec)
     for word in (0, 1):
         words = noise.words.at[word].add(jnp.uint32(1))
-        other = np.asarray(encode_with(x, noise._replace(words=words), codec)) > 1.004
+        other = (
+            np.asarray(coding.encode_with(x, noise._replace(words=words), codec))
+            > 1.004
+        )
         assert 0.45 < np.mean(first == other) < 0.55
     shifted = [np.mean(first[k:] == first[:-k]) for k in (1, 2, 64, 128, 256, 1024)]
     assert all(0.45 < share < 0.55 for share in shifted)
@@ -375,14 +363,16 @@ def test_noise_is_uniform():
         value = np.uint32(0x3F800000 + (sixteenths << 12)).view(np.float32)
         for step in range(3):
             x = jnp.full((n,), value, jnp.float32)
-            stored = np.asarray(encode_with(x, noise_for(codec, step=step), codec))
+            stored = np.asarray(
+                coding.encode_with(x, noise_for(codec, step=step), codec)
+            )
             share, p = np.mean(stored > 1), sixteenths / 16
             assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / n)
 
 
 def test_noise_of_typed_keys():
     for implementation in ("threefry2x32", "rbg"):
-        noise = draw(jax.random.key(0, impl=implementation), 1, 5)
-        assert isinstance(noise, Noise)
+        noise = codecs.draw(jax.random.key(0, impl=implementation), 1, 5)
+        assert isinstance(noise, codecs.Noise)
         assert (noise.words.shape, noise.words.dtype) == ((2,), jnp.uint32)
         assert (noise.start.shape, noise.start.dtype) == ((), jnp.uint32)

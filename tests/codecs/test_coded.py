@@ -15,14 +15,9 @@ from helpers.coded import ALL_PAGED, NAMES, SHAPES, in_bytes, trained
 from helpers.extreme import BOUNDS, FINITE, compare_codec
 from helpers.programs import MIB, assert_in_place, square, updating
 from helpers.vanishing import EXACT, ROUNDING, SCENARIOS, eight_bits, largest_update
+from paged_optax import codecs
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX
-from paged_optax.codecs import (
-    BFloat16Codec,
-    DynamicInt4,
-    DynamicInt8,
-    Float8E4M3,
-    Quantized,
-)
+from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3, Quantized
 
 
 @pytest.mark.slow
@@ -134,7 +129,7 @@ def test_seeds_of_stochastic_rounding():
         return optax.tree.get(state, "trace")["w"]
 
     first, again, other = (
-        stored(BFloat16Codec(stochastic=True, seed=seed)) for seed in (0, 0, 1)
+        stored(codecs.BFloat16Codec(stochastic=True, seed=seed)) for seed in (0, 0, 1)
     )
     reference.assert_equal(again, first)
     reference.assert_equal(stored("bfloat16_stochastic"), first)

@@ -11,10 +11,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, programs, reference, schedule, step_model
 from helpers.programs import BOTH_WAYS, MIB, leaf_shapes, square, updating
-from paged_optax.backend.platforms import (
-    GPU_HAS_STREAMS_BY_DIRECTION,
-    GPU_NEEDS_RAW_INDEX,
-)
+from paged_optax.backend import platforms
 from paged_optax.engine import loop
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.loop import Loop
@@ -59,7 +56,8 @@ _MATRICES = functools.partial(square, 8, (2048, 2048))
 
 @pytest.mark.compiler
 @pytest.mark.skipif(
-    not GPU_HAS_STREAMS_BY_DIRECTION, reason="the figures are those of jax 0.12"
+    not platforms.GPU_HAS_STREAMS_BY_DIRECTION,
+    reason="the figures are those of jax 0.12",
 )
 @pytest.mark.parametrize(
     ("tx", "params", "most"),
@@ -145,7 +143,7 @@ def test_one_moment_goes_in_turn(compile_for):
 def test_the_plans_seconds():
     """A moment of 8 pages takes the time of 9, where both directions work."""
     plan = po.plan(po.paged_adamw(1e-3), square(1), link_gigabytes_per_second=1e-9)
-    duplex = not GPU_NEEDS_RAW_INDEX
+    duplex = not platforms.GPU_NEEDS_RAW_INDEX
     wanted = plan.host_bytes * 9 / 8 if duplex else plan.link_bytes
     assert plan.link_seconds == wanted
 

@@ -13,14 +13,7 @@ import paged_optax as po
 from helpers import activity, reference
 from helpers.activity import adam, flag, full, nested, on_the_device, small, started
 from helpers.moments import filled
-from helpers.reference import (
-    ALIASES,
-    SMALL_PAGES,
-    assert_equal,
-    distances,
-    kinds,
-    largest,
-)
+from helpers.reference import ALIASES, SMALL_PAGES, assert_equal, distances, kinds
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -172,7 +165,7 @@ def test_every_alias(alias):
             rtol=2e-3 if alias == "paged_muon" else 1e-5,
             atol=1e-7,
         )
-        scales, mixed = largest([start, wanted]), _mixed(start, wanted)
+        scales, mixed = reference.largest([start, wanted]), _mixed(start, wanted)
         assert max(distances(mixed, found[1], scales).values(), default=0) <= ulps
     updates, new = update(dict.fromkeys(params, False))
     assert not any(x.any() for x in updates.values())
