@@ -33,14 +33,7 @@ def added_up(function):
 
 
 def assert_as_unpaged(inner, pages, shapes=SHAPES, ulps=0):
-    """Paged, eager and jitted, a transformation gives the numbers it gives alone.
-
-    Args:
-      inner: The transformation.
-      pages: Whether its moments have several pages.
-      shapes: The shapes of its parameters.
-      ulps: By how many the numbers may differ.
-    """
+    """Paged, eager and jitted, a transformation gives the numbers it gives alone."""
     tx, params = po.paged(inner, **SMALL_PAGES), arrays(shapes=shapes)
     moments = [x for x in po.plan(tx, params).moments if x.on_host]
     assert moments

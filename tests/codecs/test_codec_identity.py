@@ -13,13 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
 from helpers import layered
-from helpers.checkpoints import (
-    flax_bytes,
-    flax_dict,
-    manager,
-    pytree,
-    standard,
-)
+from helpers.checkpoints import flax_bytes, flax_dict, manager, pytree, standard
 from helpers.coded import ALL_PAGED
 from helpers.reference import arrays, kinds
 from paged_optax.codecs import DynamicInt8, Quantized
@@ -187,9 +181,8 @@ def test_an_nnx_optimizers_state_names_its_codec(tmp_path):
 def test_a_layerwise_step_keeps_the_names(deferred):
     """Its state has the structure that it was given."""
     params, tx = layered.parameters(2), adamw("dynamic_int8")
-    rest = {name: x for name, x in params.items() if name != "layers"}
-    how = {"host_dtype": "float32", "rest": rest} if deferred else {}
-    workspace = po.GradientWorkspace.allocate(params["layers"], **how)
+    how = {"host_dtype": "float32", "rest": True} if deferred else {}
+    workspace = layered.MODEL.workspace(params, **how)
     step = layered.layerwise(tx, max_norm=1.0 if deferred else None)
     given = params, tx.init(params), workspace, layered.batch()
     found = jax.eval_shape(step, *given)

@@ -1,4 +1,4 @@
-"""Codecs against their own rules."""
+"""Codecs against their own rules, and rounding by random bits."""
 
 import math
 from fractions import Fraction
@@ -8,27 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import aot
-from helpers.coding import (
-    EVERY,
-    EVERY_BLOCKED,
-    SIGNED,
-    assert_same,
-    beside_one,
-    decode,
-    encode,
-    encode_with,
-    noise_for,
-    sample,
-)
+from helpers import aot, coding
+from helpers.coding import EVERY, assert_same, decode, encode, noise_for, sample
 from helpers.programs import MIB, on_device
-from paged_optax.codecs import (
-    DynamicInt4,
-    DynamicInt8,
-    Float8E4M3,
-    Quantized,
-    named,
-)
+from paged_optax import codecs
+from paged_optax.codecs import BFloat16Codec, DynamicInt4, DynamicInt8, Quantized, named
 from paged_optax.codecs.dynamic_int4 import int4_map
 from paged_optax.codecs.dynamic_int8 import _few_digits, dynamic_map
 
@@ -38,7 +22,7 @@ pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 # Against the rule itself.
 
 
-@SIGNED
+@coding.SIGNED
 def test_int8_is_the_nearest(signed, platform):
     """At every midpoint of the map and three floats to either side of it."""
     numbers = dynamic_map(signed)
@@ -51,7 +35,7 @@ def test_int8_is_the_nearest(signed, platform):
     x = np.concatenate(near)
     # bitsandbytes' rule: distances in float32; of two as near, the lower.
     nearest = np.argmin(np.abs(x[:, None] - numbers), axis=1)
-    stored = encode(DynamicInt8(signed, rounds_to_zero=True), beside_one(x))
+    stored = encode(DynamicInt8(signed, rounds_to_zero=True), coding.beside_one(x))
     codes = np.asarray(stored.codes).reshape(-1, 256)[:, :255].reshape(-1)
     np.testing.assert_array_equal(codes[: x.size], nearest)
     assert np.all(np.bincount(nearest, minlength=256) > 0)
@@ -64,7 +48,7 @@ def test_second_moments_are_rounded_up_early(platform):
     share = np.where(np.arange(gap.size) < 14, 0.25, 0.5)
     above, below = low + gap * (share + 1e-3), low + gap * (share - 1e-3)
     for x, code in ((low, 0), (below, 0), (above, 1)):
-        values = beside_one(x.astype(np.float32))
+        values = coding.beside_one(x.astype(np.float32))
         codes = np.asarray(encode(DynamicInt8(signed=False), values).codes)
         codes = codes.reshape(-1, 256)[:, :255].reshape(-1)[: x.size]
         np.testing.assert_array_equal(codes, np.arange(1, 255) + code)
@@ -81,7 +65,7 @@ def test_denormal_reciprocals_are_rounded_once():
     np.testing.assert_array_equal(digits * 2**23, exact)
 
 
-@SIGNED
+@coding.SIGNED
 def test_int8_decodes_the_map(signed, platform):
     codes = jnp.arange(256, dtype=jnp.uint8)
     codec = DynamicInt8(signed)
@@ -91,7 +75,7 @@ def test_int8_decodes_the_map(signed, platform):
         np.testing.assert_array_equal(decode(codec, stored, (256,)), expected)
 
 
-@SIGNED
+@coding.SIGNED
 def test_int4_decodes_the_map(signed, platform):
     codes = jnp.arange(16, dtype=jnp.uint8)
     stored = Quantized(codes, jnp.array([0.3], jnp.float32))
@@ -100,13 +84,15 @@ def test_int4_decodes_the_map(signed, platform):
     np.testing.assert_array_equal(decoded, numbers * np.float32(0.3))
 
 
-@EVERY_BLOCKED
+@coding.EVERY_BLOCKED
 def test_decoding_is_near(codec):
     x = sample((64, 256), positive=not codec.signed)
     decoded = np.asarray(decode(codec, encode(codec, x), x.shape))
     largest = np.abs(x).reshape(-1, codec.block).max(axis=1)
     error = np.abs(decoded - x).reshape(-1, codec.block).max(axis=1) / largest
-    bound = {DynamicInt8: 0.008, DynamicInt4: 0.12, Float8E4M3: 0.036}[type(codec)]
+    bound = {DynamicInt8: 0.008, DynamicInt4: 0.12, codecs.Float8E4M3: 0.036}[
+        type(codec)
+    ]
     if codec == DynamicInt8(signed=False):
         bound /= 2
     assert np.all(error <= bound)
@@ -119,10 +105,10 @@ def test_zeros_stay_zeros(codec):
     np.testing.assert_array_equal(decoded, zeros)
 
 
-@EVERY_BLOCKED
+@coding.EVERY_BLOCKED
 def test_fresh_state_is_all_zero_bytes(codec):
     """As in the libraries: a fresh state is what `encode` makes of zeros."""
-    if codec == DynamicInt4(signed=True) or isinstance(codec, Float8E4M3):
+    if codec == DynamicInt4(signed=True) or isinstance(codec, codecs.Float8E4M3):
         pytest.skip("zero has another code, or the scale its least value")
     for array in jax.tree.leaves(encode(codec, jnp.zeros((3, 100), jnp.float32))):
         assert not np.asarray(array).any()
@@ -154,9 +140,7 @@ def test_shapes(codec, shape):
     stored = encode(codec, x)
     promised = codec.stored(shape)
     assert jax.tree.structure(stored) == jax.tree.structure(promised)
-    for array, aval in zip(
-        jax.tree.leaves(stored), jax.tree.leaves(promised), strict=True
-    ):
+    for array, aval in zip(*map(jax.tree.leaves, (stored, promised)), strict=True):
         assert (array.shape, array.dtype) == (aval.shape, aval.dtype)
     decoded = decode(codec, stored, shape)
     assert (decoded.shape, decoded.dtype) == (shape, jnp.float32)
@@ -178,7 +162,7 @@ def test_pages_are_the_whole(codec, rows, columns):
     x = jnp.asarray(sample((2 * rows + rows // 2, columns), positive=not codec.signed))
     starts = range(0, x.shape[0], rows)
     pages = [
-        encode_with(x[i : i + rows], noise_for(codec, start=i * columns), codec)
+        coding.encode_with(x[i : i + rows], noise_for(codec, start=i * columns), codec)
         for i in starts
     ]
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pages)
@@ -302,12 +286,93 @@ def moving(codec, shape):
 @pytest.mark.quick("h200", "float8-v5e")
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
-@EVERY_BLOCKED
+@coding.EVERY_BLOCKED
 def test_scratch_is_a_page(compile_for, codec):
-    """4 Mi values, 16 MiB in float32: at most one page of scratch.
-
-    A TPU would look entries of a table up one by one.
-    """
+    """16 MiB in float32: at most one page; a TPU looks up no entries of a table."""
     report = compile_for(moving(codec, (1024, 4096)))
     assert report.device_temp <= 17 * MIB
     assert compile_for is aot.h200 or " gather(" not in report.hlo
+
+
+# Stochastic rounding.
+
+
+def test_stochastic_rounding_is_right_in_the_mean():
+    codec = BFloat16Codec(stochastic=True)
+    n = 2**18
+    for value in (1 + 1 / 1024, -3.14159, 1e-30, 6.1e37, 1 + 255 / 2**15):
+        x = jnp.full((n,), value, jnp.float32)
+        stored = np.asarray(encode(codec, x)).astype(np.float64)
+        below, above = np.unique(stored)
+        assert min(below, above) < np.float32(value) < max(below, above)
+        share = (np.float32(value) - below) / (above - below)
+        deviation = (above - below) * math.sqrt(share * (1 - share) / n)
+        assert abs(stored.mean() - np.float32(value)) < 4 * deviation
+
+
+def test_stochastic_rounding_keeps_what_needs_no_rounding():
+    codec = BFloat16Codec(stochastic=True)
+    patterns = jnp.arange(2**16, dtype=jnp.uint16)
+    x = jax.lax.bitcast_convert_type(patterns, jnp.bfloat16)
+    stored = encode(codec, x.astype(jnp.float32))
+    finite = ~np.isnan(np.asarray(x, np.float32))
+    # XLA:CPU flushes denormal numbers as it widens bfloat16.
+    normal = finite & (np.abs(np.asarray(x, np.float32)) >= 2.0**-126)
+    np.testing.assert_array_equal(
+        np.asarray(stored, np.float32)[normal], np.asarray(x, np.float32)[normal]
+    )
+    assert np.isnan(np.asarray(stored, np.float32)[~finite]).all()
+
+
+def test_stochastic_rounding_never_makes_a_number_of_nan():
+    patterns = np.arange(0x7F800001, 0x80000000, 997, dtype=np.uint32)
+    patterns = np.concatenate([patterns, [0x7FFFFFFF], patterns | 0x80000000])
+    x = jnp.asarray(patterns.astype(np.uint32).view(np.float32))
+    stored = encode(BFloat16Codec(stochastic=True), x)
+    assert np.isnan(np.asarray(stored, np.float32)).all()
+
+
+def test_noise_is_keyed_and_moves():
+    """Another key, step or position draws other bits; the same draw the same."""
+    codec = BFloat16Codec(stochastic=True)
+    x = jnp.full((4096,), 1 + 1 / 256, jnp.float32)  # half-way: up or down
+    up = lambda **where: (
+        np.asarray(coding.encode_with(x, noise_for(codec, **where), codec)) > 1.004
+    )
+    first = up()
+    np.testing.assert_array_equal(first, up())
+    np.testing.assert_array_equal(first[256:], up(start=256)[:-256])
+    for other in (up(seed=1), up(step=1), up(start=1), ~first[::-1]):
+        assert 0.45 < np.mean(first == other) < 0.55
+    noise = noise_for(codec)
+    for word in (0, 1):
+        words = noise.words.at[word].add(jnp.uint32(1))
+        other = (
+            np.asarray(coding.encode_with(x, noise._replace(words=words), codec))
+            > 1.004
+        )
+        assert 0.45 < np.mean(first == other) < 0.55
+    shifted = [np.mean(first[k:] == first[:-k]) for k in (1, 2, 64, 128, 256, 1024)]
+    assert all(0.45 < share < 0.55 for share in shifted)
+
+
+def test_noise_is_uniform():
+    codec = BFloat16Codec(stochastic=True)
+    n = 2**16
+    for sixteenths in range(1, 16):
+        value = np.uint32(0x3F800000 + (sixteenths << 12)).view(np.float32)
+        for step in range(3):
+            x = jnp.full((n,), value, jnp.float32)
+            stored = np.asarray(
+                coding.encode_with(x, noise_for(codec, step=step), codec)
+            )
+            share, p = np.mean(stored > 1), sixteenths / 16
+            assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / n)
+
+
+def test_noise_of_typed_keys():
+    for implementation in ("threefry2x32", "rbg"):
+        noise = codecs.draw(jax.random.key(0, impl=implementation), 1, 5)
+        assert isinstance(noise, codecs.Noise)
+        assert (noise.words.shape, noise.words.dtype) == ((2,), jnp.uint32)
+        assert (noise.start.shape, noise.start.dtype) == ((), jnp.uint32)

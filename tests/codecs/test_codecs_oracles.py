@@ -14,15 +14,7 @@ import warnings
 import numpy as np
 import pytest
 
-from helpers.coding import (
-    SIGNED,
-    assert_same,
-    beside_one,
-    blocks_of,
-    decode,
-    encode,
-    sample,
-)
+from helpers import coding
 from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3
 from paged_optax.codecs.dynamic_int4 import int4_map
 from paged_optax.codecs.dynamic_int8 import dynamic_map
@@ -46,7 +38,7 @@ def golden(codec, kind, name):
     return [GOLDEN[f"{codec}/{kind}/{what}/{name}"] for what in ("codes", "scales")]
 
 
-@SIGNED
+@coding.SIGNED
 def test_maps(signed):
     kind = "signed" if signed else "unsigned"
     np.testing.assert_array_equal(dynamic_map(signed), GOLDEN[f"map8/{kind}"])
@@ -56,38 +48,38 @@ def test_maps(signed):
 
 
 @pytest.mark.quick("cpu-random", "cpu-thresholds 8 signed-", "cpu-denormal")
-@SIGNED
+@coding.SIGNED
 @pytest.mark.parametrize("name", CASES)
 def test_int8_is_bitsandbytes(name, signed, platform):
     """Code for code and scale for scale, thresholds and denormals included."""
     kind = "signed" if signed else "unsigned"
     codes, scales = golden("int8", kind, name)
-    stored = encode(DynamicInt8(signed, rounds_to_zero=True), case(name, kind))
+    stored = coding.encode(DynamicInt8(signed, rounds_to_zero=True), case(name, kind))
     np.testing.assert_array_equal(stored.codes, codes)
-    assert_same(stored.scales, scales)
+    coding.assert_same(stored.scales, scales)
 
 
 @pytest.mark.quick("cpu-random", "cpu-thresholds 4 signed-", "cpu-denormal")
-@SIGNED
+@coding.SIGNED
 @pytest.mark.parametrize("name", CASES)
 def test_int4_is_torchao(name, signed, platform):
     kind = "signed" if signed else "unsigned"
     codes, scales = golden("int4", kind, name)
     x = case(name, kind)
-    stored = encode(DynamicInt4(signed), x)
+    stored = coding.encode(DynamicInt4(signed), x)
     np.testing.assert_array_equal(stored.codes, codes)
     # The one difference: a block of zeros has no scale, and decodes to zeros.
-    zeros = [not block.any() for block in blocks_of(x, 128)]
-    assert_same(stored.scales, np.where(zeros, np.float32(0), scales))
+    zeros = [not block.any() for block in coding.blocks_of(x, 128)]
+    coding.assert_same(stored.scales, np.where(zeros, np.float32(0), scales))
     assert np.all(scales[zeros] == np.float32(1e-12))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_float8_is_torchao(name):
     codes, scales = golden("float8", "signed", name)
-    stored = encode(Float8E4M3(), GOLDEN[f"input/{name}"])
+    stored = coding.encode(Float8E4M3(), GOLDEN[f"input/{name}"])
     np.testing.assert_array_equal(np.asarray(stored.codes).view(np.uint8), codes)
-    assert_same(stored.scales, scales)
+    coding.assert_same(stored.scales, scales)
 
 
 @pytest.mark.quick("cpu-random", "cpu-denormal", "cpu-beside zeros")
@@ -107,12 +99,12 @@ def test_no_second_moment_vanishes(name, exact, platform):
     codec = exact
     if not isinstance(exact, DynamicInt4):  # its map has no zero
         codec = dataclasses.replace(exact, rounds_to_zero=False)
-    theirs, ours = encode(exact, x), encode(codec, x)
-    assert_same(ours.scales, theirs.scales)
-    decoded = np.asarray(decode(codec, ours, x.shape))
+    theirs, ours = coding.encode(exact, x), coding.encode(codec, x)
+    coding.assert_same(ours.scales, theirs.scales)
+    decoded = np.asarray(coding.decode(codec, ours, x.shape))
     codes = [np.asarray(stored.codes).view(np.uint8) for stored in (ours, theirs)]
     if codec is exact:
-        assert_same(*codes)
+        coding.assert_same(*codes)
     else:
         vanished = (codes[1] == 0) & (x > 0)
         np.testing.assert_array_equal(codes[0][vanished], 1)
@@ -127,23 +119,20 @@ def test_no_second_moment_vanishes(name, exact, platform):
     assert np.all(decoded[x == 0] == 0) or isinstance(codec, DynamicInt4)
 
 
-@SIGNED
+@coding.SIGNED
 @pytest.mark.parametrize("name", ["random", "wide", "beside zeros"])
 def test_what_bitsandbytes_rounds_first(name, signed):
-    """Its float32 kernel differs by nothing but a grid of 65536 points.
-
-    It looks `x * (1 / absmax)` up in a table of codes for -1, -1 + 2/65535, ... 1.
-    """
+    """Its float32 kernel differs by a table for -1, -1 + 2/65535, ... 1 alone."""
     kind = "signed" if signed else "unsigned"
     x = case(name, kind)
     codes, scales = golden("grid", kind, name)
-    rows = blocks_of(x, 256)
+    rows = coding.blocks_of(x, 256)
     scaled = np.clip(rows * (np.float32(1) / scales)[:, None], -1, 1)
     half = ((scaled + np.float32(1)) * np.float32(0.5)).astype(np.float64)
     point = np.floor((half * 65535 + 0.5).astype(np.float32))
     value = (np.float32(2) * point) / np.float32(65535) - np.float32(1)
-    ours = encode(
-        DynamicInt8(signed, rounds_to_zero=True), beside_one(value.reshape(-1))
+    ours = coding.encode(
+        DynamicInt8(signed, rounds_to_zero=True), coding.beside_one(value.reshape(-1))
     )
     ours = np.asarray(ours.codes).reshape(-1, 256)[:, :255].reshape(-1)[: x.size]
     np.testing.assert_array_equal(ours, codes)
@@ -171,24 +160,24 @@ def test_golden_data_is_what_the_libraries_say():
     assert made.keys() == set(GOLDEN)
     for key, array in made.items():
         if not key.startswith("grid"):  # a table of one version of bitsandbytes
-            assert_same(array, GOLDEN[key])
+            coding.assert_same(array, GOLDEN[key])
 
 
-@SIGNED
+@coding.SIGNED
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [1, 255, 257, 100_000])
 def test_installed_libraries(size, seed, signed):
     make = maker()
-    x = sample(size, seed, positive=not signed)
-    stored = encode(DynamicInt8(signed, rounds_to_zero=True), x)
+    x = coding.sample(size, seed, positive=not signed)
+    stored = coding.encode(DynamicInt8(signed, rounds_to_zero=True), x)
     codes, absmax = make.bitsandbytes_codes(x, signed)
     np.testing.assert_array_equal(stored.codes, codes)
-    assert_same(stored.scales, absmax)
-    stored = encode(DynamicInt4(signed), x)
+    coding.assert_same(stored.scales, absmax)
+    stored = coding.encode(DynamicInt4(signed), x)
     codes, scales = make.torchao_int4(x, signed)
     np.testing.assert_array_equal(stored.codes, codes)
-    assert_same(stored.scales, scales)
-    stored = encode(Float8E4M3(), x)
+    coding.assert_same(stored.scales, scales)
+    stored = coding.encode(Float8E4M3(), x)
     codes, scales = make.torchao_float8(x)
     np.testing.assert_array_equal(np.asarray(stored.codes).view(np.uint8), codes)
-    assert_same(stored.scales, scales)
+    coding.assert_same(stored.scales, scales)

@@ -1,4 +1,4 @@
-"""Moments that a codec stores, in training and in memory."""
+"""Moments that a codec stores: in training, in memory, and where gradients vanish."""
 
 import functools
 
@@ -10,11 +10,14 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot, reference
-from helpers.coded import ALL_PAGED, NAMES, SHAPES, trained
+from helpers import aot, extreme, reference, vanishing
+from helpers.coded import ALL_PAGED, NAMES, SHAPES, in_bytes, trained
+from helpers.extreme import BOUNDS, FINITE, compare_codec
 from helpers.programs import MIB, assert_in_place, square, updating
+from helpers.vanishing import EXACT, ROUNDING, SCENARIOS, eight_bits, largest_update
+from paged_optax import codecs
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX
-from paged_optax.codecs import BFloat16Codec
+from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3, Quantized
 
 
 @pytest.mark.slow
@@ -126,7 +129,7 @@ def test_seeds_of_stochastic_rounding():
         return optax.tree.get(state, "trace")["w"]
 
     first, again, other = (
-        stored(BFloat16Codec(stochastic=True, seed=seed)) for seed in (0, 0, 1)
+        stored(codecs.BFloat16Codec(stochastic=True, seed=seed)) for seed in (0, 0, 1)
     )
     reference.assert_equal(again, first)
     reference.assert_equal(stored("bfloat16_stochastic"), first)
@@ -194,8 +197,7 @@ def compiled(compile_for, codec, leaves):
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("codec", "leaves"),
-    [("dynamic_int8", 16), ("dynamic_int4", 3), ("float8_e4m3", 3)],
+    ("codec", "leaves"), [("dynamic_int8", 16), ("dynamic_int4", 3), ("float8_e4m3", 3)]
 )
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_scratch(compile_for, codec, leaves):
@@ -245,11 +247,177 @@ def test_state_of_the_parameters_own_tree(way):
 def test_a_single_value_made_of_coded_moments(codec):
     """No gradient enters the flag of `zero_nans`: it is a leaf of its own, a scalar."""
     by_moments = optax.GradientTransformation(
-        optax.scale_by_adam().init,
-        lambda _, state, params=None: (state.mu, state),
+        optax.scale_by_adam().init, lambda _, state, params=None: (state.mu, state)
     )
     tx = po.paged(optax.chain(by_moments, optax.zero_nans()), codec=codec, **ALL_PAGED)
     params = {"w": jnp.ones((64, 1024))}
     updates, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert not state[1].found_nan["w"]
     chex.assert_trees_all_equal(updates, {"w": jnp.zeros((64, 1024))})
+
+
+def test_choice_by_moment_and_path():
+    """The last rule that applies counts; keys are moments or parameter patterns."""
+    params = {"embed": jnp.ones((64, 128)), "block": {"kernel": jnp.ones((64, 128))}}
+    codec = {
+        "mu": "bfloat16",
+        "nu": "dynamic_int8",
+        "embed": "float32",
+        "block/*": {"mu": DynamicInt8()},
+    }
+    state = po.paged_adamw(1e-3, codec=codec).init(params)[0]
+    assert state.mu["embed"].dtype == state.nu["embed"].dtype == jnp.float32
+    assert isinstance(state.mu["block"]["kernel"], Quantized)
+    assert isinstance(state.nu["block"]["kernel"], jax.Array)
+
+
+def test_a_parameter_called_as_a_moment():
+    """The key of a rule is the moment's name; rules by moment are for the parameter."""
+    params = {"nu": jnp.ones((64, 128)), "w": jnp.ones((64, 128))}
+    coded = lambda rules: {
+        (moment, name)
+        for moment in ("mu", "nu")
+        for name, x in getattr(
+            po.paged_adamw(1e-3, codec=rules).init(params)[0], moment
+        ).items()
+        if isinstance(x, Quantized)
+    }
+    assert coded({"nu": "dynamic_int8"}) == {("nu", "nu"), ("nu", "w")}
+    assert coded({"nu": {"mu": "dynamic_int8"}}) == {("mu", "nu")}
+    assert coded({"w": "dynamic_int8"}) == {("mu", "w"), ("nu", "w")}
+
+
+def energies(decay=0.9):
+    """A user's own transformation: `energy` averages squares, `drift` gradients."""
+
+    def init(params):
+        zeros = lambda: jax.tree.map(jnp.zeros_like, params)
+        return {"energy": zeros(), "drift": zeros()}
+
+    def update(updates, state, params=None):
+        del params
+        mean = lambda old, new: decay * old + (1 - decay) * new
+        energy = jax.tree.map(lambda e, g: mean(e, g * g), state["energy"], updates)
+        drift = jax.tree.map(mean, state["drift"], updates)
+        moved = jax.tree.map(lambda d, e: -d / (jnp.sqrt(e) + 1e-8), drift, energy)
+        return moved, {"energy": energy, "drift": drift}
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"*": "dynamic_int8", "energy": DynamicInt8(signed=False)},
+        {"*": {"drift": "dynamic_int8", "energy": DynamicInt8(signed=False)}},
+    ],
+    ids=["by moment", "by path and moment"],
+)
+def test_squares_of_ones_own(codec):
+    """An unsigned codec for a moment of another name: by naming it."""
+    params = {"w": jnp.ones((64, 128))}
+    gradients = reference.arrays(jnp.float32, 1, {"w": (64, 128)})
+    decoded = {}
+    for name, rules in {"signed": "dynamic_int8", "unsigned": codec}.items():
+        tx = po.paged(energies(), codec=rules, **ALL_PAGED)
+        _, state = tx.update(gradients, tx.init(params), params)
+        stored = state["energy"]["w"]
+        stored = jax.device_put(stored, jax.memory.Space.Device)
+        decoded[name] = DynamicInt8(name == "signed").decode(
+            in_bytes(stored), (64, 128)
+        )
+    exact = 0.1 * np.asarray(gradients["w"]) ** 2
+    error = {name: np.abs(x - exact).mean() for name, x in decoded.items()}
+    assert error["unsigned"] < 0.7 * error["signed"]  # it has a bit more
+    for rules in (DynamicInt8(signed=False), {"w": DynamicInt8(signed=False)}):
+        with pytest.raises(ValueError, match=r"name it: codec=\{'(energy|drift)': "):
+            po.paged(energies(), codec=rules).init(params)
+
+
+@pytest.mark.quick("(64, 512)")
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        (DynamicInt8(), DynamicInt8(signed=False)),
+        (DynamicInt8(), Float8E4M3()),
+        (DynamicInt8(signed=False), Float8E4M3()),
+        (DynamicInt4(), DynamicInt4(signed=False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(8192,), (64, 512), (129, 65), (768, 1057)], ids=str)
+def test_a_state_tells_what_stored_it(stored, read, shape):
+    """Codes that mean other numbers are refused, either way, packed in words or not."""
+    params = {"w": jnp.ones(shape)}
+    build = lambda codec: po.paged(
+        optax.scale_by_rms(), codec={"nu": codec}, **ALL_PAGED
+    )
+    for writer, reader in ((stored, read), (read, stored)):
+        state = build(writer).init(params)
+        with pytest.raises(ValueError, match="own init"):
+            jax.eval_shape(build(reader).update, params, state, params)
+        jax.eval_shape(build(writer).update, params, state, params)
+
+
+@pytest.mark.parametrize("change", ["new", "gone"])
+def test_a_leaf_too_many_or_too_few_is_named(change):
+    """And no other, though a codec's moments are several arrays each."""
+    params = {name: jnp.ones((64, 512)) for name in "abc"}
+    tx = po.paged_adamw_8bit(1e-2, min_paged_size=0)
+    state = tx.init(params)
+    if change == "new":
+        params["new"] = params["a"]
+    else:
+        params["gone"] = params.pop("b")
+    with pytest.raises(ValueError, match=r"they differ at state\[0\].mu\['(new|b)'\]"):
+        tx.update(params, state, params)
+
+
+@functools.cache
+def exact(name: str) -> float:
+    return largest_update(SCENARIOS[name], EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_eight_bits_by_default(name):
+    tx = po.paged_adamw_8bit(vanishing.LEARNING_RATE, weight_decay=0.0)
+    assert largest_update(SCENARIOS[name], tx) <= 2 * exact(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int4", "fp8"])
+def test_other_codecs(codec):
+    tx = eight_bits(codec=vanishing.CODECS[codec])
+    name = "equal examples"
+    assert largest_update(SCENARIOS[name], tx) <= 2 * exact(name)
+
+
+@pytest.mark.slow
+def test_a_map_that_rounds_to_zero_shows_why():
+    name = "equal examples"
+    tx = eight_bits(codec=ROUNDING)
+    assert largest_update(SCENARIOS[name], tx) > 50 * exact(name)
+
+
+compared = functools.cache(compare_codec)
+CODED = [("paged_adamw", codec) for codec in BOUNDS]
+CODED += [("paged_ademamix", "dynamic_int8"), ("paged_lion", "dynamic_int8")]
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(("alias", "codec"), CODED)
+@pytest.mark.parametrize("stream", FINITE)
+def test_streams(alias, codec, stream):
+    """Within the bounds of test_codecs.py of each exact step; updates are not large."""
+    errors, sizes = compared(alias, codec)
+    assert errors[stream] <= 1 + 1e-6
+    assert sizes[stream] <= 2
+
+
+def test_a_stream_ends_where_it_says():
+    """Moments of the converging stream are denormal at the end."""
+    last = FINITE["converging"](extreme.STEPS - 1)
+    assert 0 < abs(last).max() < 1e-38

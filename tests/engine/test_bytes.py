@@ -1,7 +1,4 @@
-"""What the accelerator compilers assign: the savings that are promised, in bytes.
-
-Every bound here is XLA's own buffer assignment for one H200 and one TPU v5e.
-"""
+"""XLA's own buffer assignment for one H200 and one TPU v5e: the promised savings."""
 
 import re
 
@@ -11,23 +8,8 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot
-from helpers.programs import (
-    COMPILERS,
-    MIB,
-    assert_addresses,
-    assert_in_place,
-    leaf_shapes,
-    llama,
-    on_device,
-    ordinary_step,
-    shardings,
-    square,
-    state_on,
-    transfers,
-    updating,
-    whole_tree,
-)
+from helpers import aot, programs
+from helpers.programs import MIB, leaf_shapes, shardings, square, updating
 from paged_optax.backend import memory
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine.sharing import MomentFormat, cut
@@ -35,39 +17,73 @@ from paged_optax.engine.sharing import MomentFormat, cut
 pytestmark = pytest.mark.compiler
 
 
-@COMPILERS
+@programs.COMPILERS
 def test_scratch_is_a_few_pages(compile_for):
     """16 leaves of 4096x4096: 2048 MiB of moments, at most 48 MiB of scratch."""
     tx = po.paged_adamw(1e-3, page_size="8MiB")
     report = compile_for(updating(tx, square(16)))
-    assert_in_place(report)
+    programs.assert_in_place(report)
     assert report.device_temp <= 48 * MIB
     assert report.host_arguments == 2048 * MIB
     # The instrument tells the difference: the whole tree needs it all.
-    whole = updating(whole_tree(optax.adamw(1e-3)), square(16))
+    whole = updating(programs.whole_tree(optax.adamw(1e-3)), square(16))
     assert compile_for(whole).device_temp > 2e9
 
 
-@pytest.mark.slow
-def test_scratch_at_llama_shapes_on_h200():
-    """291 leaves, 61 GiB of moments: at most 96 MiB of scratch with 16 MiB pages."""
-    params = llama()
-    assert len(jax.tree.leaves(params)) == 291
-    report = aot.h200(updating(po.paged_adamw(1e-3, page_size="16MiB"), params))
-    assert_in_place(report)
-    assert report.device_temp <= 96 * MIB
+def _on_both(name, *rest):
+    return {f"{name} {x.__name__}": (x, *rest) for x in (aot.h200, aot.v5e)}
 
 
-@pytest.mark.slow
-def test_scratch_at_llama_shapes_on_v5e():
-    """The same 291 leaves with hidden sizes a v5e holds, half-size pages.
+TX, LEAF = po.paged_adamw(1e-3, page_size="8MiB"), 4 * 2048 * 2048
+#: By name: a compiler, a transformation, parameters, and the most scratch.
+SCRATCH = {
+    # 61 GiB of moments.
+    "llama h200": (
+        aot.h200,
+        po.paged_adamw(1e-3, page_size="16MiB"),
+        programs.llama(),
+        96 * MIB,
+    ),
+    # Sizes that a v5e holds; XLA:TPU keeps 54 KiB for each of six transfers a leaf.
+    "llama v5e": (
+        aot.v5e,
+        TX,
+        programs.llama(hidden=1024, inner=3584, grouped=256),
+        4 * 8 * MIB + 291 * 6 * 54 * 2**10,
+    ),
+    # Leaves that no page count divides: a smaller last page, and no copy.
+    **_on_both("odd rows", TX, square(4, (4099, 4096)), 48 * MIB),
+    **_on_both("odd", TX, square(4, (4099, 4097)), 48 * MIB),
+    **_on_both("stack", TX, square(4, (7, 1000, 4096)), 48 * MIB),
+    # XLA:TPU reads and writes no single row of bfloat16, and slices the lanes at whole
+    # tiles only: such a leaf goes whole.
+    "50258 v5e": (aot.v5e, TX, programs.bfloat16(square(2, (50258, 768))), 48 * MIB),
+    "50257 v5e": (
+        aot.v5e,
+        TX,
+        programs.bfloat16(square(2, (50257, 768))),
+        8.2 * 50257 * 768,
+    ),
+    "vector h200": (aot.h200, TX, square(2, (4097 * 4000,)), 48 * MIB),
+    "vector v5e": (aot.v5e, TX, square(2, (4097 * 4000,)), 16.4 * 4097 * 4000),
+    # Transformations within a leaf: a couple of leaves, whatever their number.
+    **_on_both("lamb", po.paged_lamb(1e-3), square(12, (2048, 2048)), 6 * LEAF),
+    **_on_both("lars", po.paged_lars(1e-3), square(12, (2048, 2048)), 6 * LEAF),
+    **_on_both("muon", po.paged_muon(1e-3), square(12, (2048, 2048)), 6 * LEAF),
+    **_on_both(
+        "single page", po.paged_adamw(1e-3), square(16, (2048, 2048)), 4.2 * LEAF
+    ),
+}
 
-    Beside the pages XLA:TPU keeps 54 KiB for each of six transfers a leaf.
-    """
-    params = llama(hidden=1024, inner=3584, grouped=256, vocabulary=128256)
-    report = aot.v5e(updating(po.paged_adamw(1e-3, page_size="8MiB"), params))
-    assert_in_place(report)
-    assert report.device_temp <= 4 * 8 * MIB + 291 * 6 * 54 * 2**10
+
+@pytest.mark.quick("odd rows", "-odd h200", "50257", "vector", "lamb", "single page")
+@pytest.mark.parametrize("name", SCRATCH)
+def test_scratch(name):
+    """Of leaves one at a time, in place."""
+    compile_for, tx, params, most = SCRATCH[name]
+    report = compile_for(updating(tx, params))
+    programs.assert_in_place(report)
+    assert report.device_temp <= most
 
 
 @pytest.mark.parametrize("many", [48, pytest.param(256, marks=pytest.mark.slow)])
@@ -80,62 +96,7 @@ def test_scratch_is_flat_in_leaves_on_h200(many):
     assert large - few <= (many - 16) * 8 * 2**10
 
 
-@pytest.mark.quick("shape0", "shape1-h200")
-@COMPILERS
-@pytest.mark.parametrize("shape", [(4099, 4096), (4099, 4097), (7, 1000, 4096)])
-def test_odd_leaves_stay_bounded(compile_for, shape):
-    """Leaves no page count divides: a smaller last page, and no copy."""
-    tx = po.paged_adamw(1e-3, page_size="8MiB")
-    report = compile_for(updating(tx, square(4, shape)))
-    assert_in_place(report)
-    assert report.device_temp <= 48 * MIB
-
-
-@pytest.mark.quick("True")
-@pytest.mark.parametrize(("rows", "whole"), [(50258, False), (50257, True)])
-def test_odd_rows_of_bfloat16_on_v5e(rows, whole):
-    """XLA:TPU reads and writes no single row of bfloat16: such a leaf goes whole."""
-    tx, leaf = po.paged_adamw(1e-3, page_size="8MiB"), 2 * rows * 768
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), square(2, (rows, 768))
-    )
-    report = aot.v5e(updating(tx, shapes))
-    assert_in_place(report)
-    assert report.device_temp <= (4.1 * leaf if whole else 48 * MIB)
-
-
-def test_unaligned_vectors_are_paged_on_h200():
-    """XLA:TPU slices the lanes at whole tiles only, and takes such a leaf whole."""
-    tx, params = po.paged_adamw(1e-3, page_size="8MiB"), square(2, (4097 * 4000,))
-    report = aot.h200(updating(tx, params))
-    assert_in_place(report)
-    assert report.device_temp <= 48 * MIB
-    report = aot.v5e(updating(tx, params))
-    assert_in_place(report)
-    assert report.device_temp <= 4.1 * 4 * 4097 * 4000
-
-
-@pytest.mark.quick("tx0")
-@COMPILERS
-@pytest.mark.parametrize(
-    "tx", [po.paged_lamb(1e-3), po.paged_lars(1e-3), po.paged_muon(1e-3)]
-)
-def test_whole_leaves_go_one_at_a_time(compile_for, tx):
-    """Transformations within a leaf: a couple of leaves, whatever their number."""
-    leaf = 4 * 2048 * 2048
-    report = compile_for(updating(tx, square(12, (2048, 2048))))
-    assert_in_place(report)
-    assert report.device_temp <= 6 * leaf
-
-
-@COMPILERS
-def test_single_pages_go_one_at_a_time(compile_for):
-    report = compile_for(updating(po.paged_adamw(1e-3), square(16, (2048, 2048))))
-    assert_in_place(report)
-    assert report.device_temp <= 4.2 * 16 * MIB
-
-
-@COMPILERS
+@programs.COMPILERS
 @pytest.mark.parametrize(
     "tx",
     [po.paged_adamw(1e-3), po.paged(optax.contrib.schedule_free_adamw(1e-3))],
@@ -146,9 +107,9 @@ def test_init_allocates_a_page(compile_for, tx):
     params = leaf_shapes({f"leaf{i}": (4096, 4096 - 128 * i) for i in range(8)})
 
     def build(mesh):
-        state = state_on(mesh, tx, params)
+        state = programs.state_on(mesh, tx, params)
         return jax.jit(tx.init, out_shardings=shardings(state)), (
-            on_device(mesh, params),
+            programs.on_device(mesh, params),
         )
 
     report = compile_for(build)
@@ -164,11 +125,14 @@ def training_step(tx, params):
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    step = ordinary_step(loss, tx)
+    step = programs.ordinary_step(loss, tx)
 
     def build(mesh):
         device, _ = aot.placements(mesh)
-        weights, state = on_device(mesh, params), state_on(mesh, tx, params)
+        weights, state = (
+            programs.on_device(mesh, params),
+            programs.state_on(mesh, tx, params),
+        )
         x = jax.ShapeDtypeStruct((256, 4096), jnp.float32, sharding=device)
         jitted = jax.jit(
             step,
@@ -209,7 +173,7 @@ def test_addresses(shape, page_size):
     leaves = 3
     tx = po.paged_adamw(1e-3, page_size=page_size)
     report = aot.h200(updating(tx, square(leaves, shape)))
-    assert_addresses(report, shape, int(page_size[0]) * MIB, leaves)
+    programs.assert_addresses(report, shape, int(page_size[0]) * MIB, leaves)
 
 
 def test_addresses_of_init():
@@ -217,9 +181,9 @@ def test_addresses_of_init():
     tx, params = po.paged_adamw(1e-3, page_size="8MiB"), square(2, (4099, 4096))
 
     def build(mesh):
-        state = state_on(mesh, tx, params)
+        state = programs.state_on(mesh, tx, params)
         jitted = jax.jit(tx.init, out_shardings=shardings(state))
-        return jitted, (on_device(mesh, params),)
+        return jitted, (programs.on_device(mesh, params),)
 
     page_bytes = 4 * cut((4099, 4096), (MomentFormat(4),), 8 * MIB).gpu.entries
     found = aot.descriptors(aot.h200(build).hlo)
@@ -244,24 +208,20 @@ def test_addresses_of_a_computed_index_are_told_apart():
         return jax.lax.fori_loop(0, 8, body, (gradient, moment))
 
     def build(mesh):
-        device, host = aot.placements(mesh)
-        args = [
-            jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=s)
-            for s in (device, host)
-        ]
-        jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=(device, host))
-        return jitted, args
+        places, leaf = aot.placements(mesh), square(1)
+        args = [programs.placed(leaf, place)["leaf000"] for place in places]
+        return jax.jit(update, donate_argnums=(0, 1), out_shardings=places), args
 
     steps = {step for *_, step in aot.descriptors(aot.h200(build).hlo)}
     right = 4 * 512 * 4096
     assert steps == ({4 * 4096} if GPU_NEEDS_RAW_INDEX else {right})
 
 
-@COMPILERS
+@programs.COMPILERS
 def test_transfers_are_asynchronous(compile_for):
     """Reads and writes of a leaf are each started and finished by name."""
     report = compile_for(updating(po.paged_adamw(1e-3, page_size="8MiB"), square(4)))
-    assert report.transfers == 4 * transfers(compile_for)
+    assert report.transfers == 4 * programs.transfers(compile_for)
     assert not re.search(r"S\(5\)\S* copy\(", report.hlo)
 
 
@@ -278,12 +238,11 @@ def test_one_leaf_costs_one_trace_of_the_loop():
 @pytest.mark.parametrize("alias", ["paged_lion", "paged_rmsprop", "paged_sgd"])
 def test_scratch_of_one_moment_is_as_planned_on_h200(alias):
     """XLA:GPU may keep a part of the update, where a page is of an odd size."""
-    options = {"momentum": 0.9} if alias == "paged_sgd" else {}
-    tx = getattr(po, alias)(1e-3, **options)
+    tx = getattr(po, alias)(1e-3, **({"momentum": 0.9} if "sgd" in alias else {}))
     for shape in ((99999989,), (24571, 4096)):
         params = leaf_shapes({"w": shape})
         report = aot.h200(updating(tx, params))
-        assert_in_place(report)
+        programs.assert_in_place(report)
         assert report.device_temp <= po.plan(tx, params).scratch_bytes + MIB
 
 
@@ -300,10 +259,7 @@ def test_scratch_of_one_moment_is_as_planned_on_h200(alias):
     ids=["remainders", "masters", "narrow mu", "wide mu"],
 )
 def test_scratch_of_moments_of_two_sizes_is_as_planned_on_h200(settings, dtype, shape):
-    """XLA:GPU keeps a page more of what it converts narrower moments to, or does not.
-
-    The larger shape is that of 128 experts.
-    """
+    """XLA:GPU may keep a page of converted moments; the larger has 128 experts."""
     tx, params = po.paged_adamw(1e-3, **settings), square(1, shape)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
     report = aot.h200(updating(tx, params))
@@ -332,7 +288,7 @@ def test_a_codec_of_whole_leaves_compiles_soon_on_v5e():
     tx = po.paged_adafactor(1e-3, momentum=0.9, codec={"ema": "dynamic_int8"})
     params = leaf_shapes({"w": (1024, 8192)})
     report = aot.v5e(updating(tx, params))
-    assert_in_place(report)
+    programs.assert_in_place(report)
     assert report.device_temp <= 64 * MIB  # it was 137
 
 

@@ -9,35 +9,21 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot, reference, schedule, step_model
-from helpers.programs import (
-    MIB,
-    assert_in_place,
-    bfloat16,
-    leaf_shapes,
-    llama,
-    square,
-    updating,
-)
-from paged_optax.backend.platforms import (
-    GPU_HAS_STREAMS_BY_DIRECTION,
-    GPU_NEEDS_RAW_INDEX,
-)
+from helpers import aot, programs, reference, schedule, step_model
+from helpers.programs import BOTH_WAYS, MIB, leaf_shapes, square, updating
+from paged_optax.backend import platforms
 from paged_optax.engine import loop
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.sharing import MomentFormat, cut
 
-_ON_GPU = pytest.mark.skipif(
-    GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
-)
-_COMPILERS = [pytest.param(aot.h200, marks=_ON_GPU, id="h200"), aot.v5e]
+_COMPILERS = [pytest.param(aot.h200, marks=BOTH_WAYS, id="h200"), aot.v5e]
 
 
 def compiled(compile_for, tx, params, pages=16):
     """The report of an update in place, and its time over the link's least."""
     report, plan = compile_for(updating(tx, params)), po.plan(tx, params)
-    assert_in_place(report)
+    programs.assert_in_place(report)
     trips = len(params) * [pages]
     return report, step_model.over_floor(report.hlo, plan.host_bytes, trips)
 
@@ -70,7 +56,8 @@ _MATRICES = functools.partial(square, 8, (2048, 2048))
 
 @pytest.mark.compiler
 @pytest.mark.skipif(
-    not GPU_HAS_STREAMS_BY_DIRECTION, reason="the figures are those of jax 0.12"
+    not platforms.GPU_HAS_STREAMS_BY_DIRECTION,
+    reason="the figures are those of jax 0.12",
 )
 @pytest.mark.parametrize(
     ("tx", "params", "most"),
@@ -79,7 +66,9 @@ _MATRICES = functools.partial(square, 8, (2048, 2048))
         (po.paged_adamw_8bit(1e-3), _MATRICES, 3.3),
         (po.paged_lion(1e-3), _MATRICES, 4.4),
         pytest.param(po.paged_adamw(1e-3), gpt_2, 31.0, marks=pytest.mark.slow),
-        pytest.param(po.paged_adamw(1e-3), llama, 1550, marks=pytest.mark.slow),
+        pytest.param(
+            po.paged_adamw(1e-3), programs.llama, 1550, marks=pytest.mark.slow
+        ),
     ],
     ids=["float32", "int8", "lion", "GPT-2", "Llama"],
 )
@@ -98,11 +87,11 @@ def test_default_pages_of_an_h200(tx, params, most):
 def test_masters(compile_for):
     """Three arrays a parameter: each is written while another is read."""
     tx = po.paged_adamw(1e-3, master_dtype="float32")
-    assert compiled(compile_for, tx, bfloat16(square(4)))[1] <= 1.10
+    assert compiled(compile_for, tx, programs.bfloat16(square(4)))[1] <= 1.10
 
 
 @pytest.mark.compiler
-@_ON_GPU
+@BOTH_WAYS
 def test_updates_are_computed_while_pages_travel():
     """Of each leaf's loop: the moments before the transfers, the updates meanwhile."""
     report, _ = compiled(aot.h200, po.paged_adamw(1e-3, page_size="16MiB"), square(2))
@@ -118,12 +107,12 @@ def test_eight_bits_on_a_tpu():
 
 
 @pytest.mark.compiler
-@_ON_GPU
+@BOTH_WAYS
 def test_a_smaller_last_page_is_read_and_written_exactly():
     """4099 rows: full pages, read one page ahead, and what does not fill one."""
     params = leaf_shapes({"w": (4099, 4096)})
     report = aot.h200(updating(po.paged_adamw(1e-3), params))
-    assert_in_place(report)
+    programs.assert_in_place(report)
     pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4))).gpu
     assert pages.axis_size % pages.size
     page = 4 * pages.entries
@@ -144,10 +133,7 @@ def test_two_pages_go_in_turn_on_a_gpu():
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_one_moment_goes_in_turn(compile_for):
-    """No buffer is read and written at once; the plan counts both ways.
-
-    Two leaves alternate, see `test_together`.
-    """
+    """The plan counts both ways. Two leaves alternate, see `test_together`."""
     tx, params = po.paged_lion(1e-3), square(1)
     assert compiled(compile_for, tx, params)[1] == pytest.approx(2)
     plan = po.plan(tx, params, link_gigabytes_per_second=1e-9)
@@ -157,7 +143,7 @@ def test_one_moment_goes_in_turn(compile_for):
 def test_the_plans_seconds():
     """A moment of 8 pages takes the time of 9, where both directions work."""
     plan = po.plan(po.paged_adamw(1e-3), square(1), link_gigabytes_per_second=1e-9)
-    duplex = not GPU_NEEDS_RAW_INDEX
+    duplex = not platforms.GPU_NEEDS_RAW_INDEX
     wanted = plan.host_bytes * 9 / 8 if duplex else plan.link_bytes
     assert plan.link_seconds == wanted
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +18,17 @@ from helpers import meshes, reference
 
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
 #: in pages that divide a shard and in pages that do not.
-SHAPES = {
-    "leading": (96, 64),
-    "trailing": (40, 512),
-    "both": (64, 1024),
-    "twice": (128, 64),
-    "stack": (3, 64, 256),
-    "vector": (8192,),
-    "replicated": (33, 65),
-    "bias": (64,),
+LEAVES: Any = {
+    "leading": ((96, 64), P("x")),
+    "trailing": ((40, 512), P(None, "y")),
+    "both": ((64, 1024), P("x", "y")),
+    "twice": ((128, 64), P(("x", "y"))),
+    "stack": ((3, 64, 256), P(None, ("x", "y"))),
+    "vector": ((8192,), P(("y", "x"))),
+    "replicated": ((33, 65), P()),
+    "bias": ((64,), P("y")),
 }
-SPECS = {
-    "leading": P("x"),
-    "trailing": P(None, "y"),
-    "both": P("x", "y"),
-    "twice": P(("x", "y")),
-    "stack": P(None, ("x", "y")),
-    "vector": P(("y", "x")),
-    "replicated": P(),
-    "bias": P("y"),
-}
+SHAPES, SPECS = ({k: x[n] for k, x in LEAVES.items()} for n in (0, 1))
 PAGED = {"page_size": "4KiB", "min_paged_size": "1KiB"}
 divided = functools.partial(meshes.divided, specs=SPECS)
 
@@ -342,10 +334,7 @@ def test_init_in_a_jit(asked):
 
 @pytest.mark.parametrize("model", ["llama2-7b", "llama3-70b", "llama3-405b"])
 def test_scaling_plan(model, recwarn):
-    """Eight times the devices: an eighth of the bytes a device.
-
-    And of the seconds, but for small shards, of which few pages go both ways at once.
-    """
+    """An eighth of the bytes a device, and of the seconds but for small shards."""
     params, tx = po.model_shapes(model), po.paged_adamw(1e-4, master_dtype="float32")
     count = sum(x.size for x in jax.tree.leaves(params))
     plans = {

@@ -45,10 +45,13 @@ def for_accelerators(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def sharded_update(make, spec, shape, names, leaves, axis_type=AxisType.Auto):
+def sharded_update(
+    make, spec, shape, names, leaves, axis_type=AxisType.Auto, manual=False
+):
     """An update of square leaves for a compiler, and where its arguments are.
 
-    `make` is given the shardings, which no `init` of real arrays has seen.
+    `make` is given the shardings, which no `init` of real arrays has seen. A `manual`
+    update divides by itself, in a `jax.shard_map`.
     """
 
     def build(mesh):
@@ -61,6 +64,10 @@ def sharded_update(make, spec, shape, names, leaves, axis_type=AxisType.Auto):
         state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
         out = jax.tree.map(lambda x: x.sharding, (params, state))
         update = lambda gradients, state, params: tx.update(gradients, state, params)
+        if manual:
+            own = jax.tree.map(lambda x: x.sharding.spec, state)
+            ins, outs = (spec, own, spec), (spec, own)
+            update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=outs)
         jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=out)
         return jitted, (params, state, params)
 
@@ -165,35 +172,15 @@ def test_injected_around():
     assert forgotten.host_temp >= 4 * 4096 * 4096
 
 
-def within_shard_map(make):
-    """An update of each device's own rows for a compiler, as JAX checks it."""
-
-    def build(mesh):
-        spec = P("x")
-        place = NamedSharding(mesh, spec, memory_kind="device")
-        leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
-        params = {f"w{i}": leaf for i in range(3)}
-        tx = make()
-        state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
-        own = jax.tree.map(lambda x: x.sharding.spec, state)
-        out = jax.tree.map(lambda x: x.sharding, (params, state))
-        ins, outs = (spec, own, spec), (spec, own)
-        update = lambda gradients, state, params: tx.update(gradients, state, params)
-        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=outs)
-        jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=out)
-        return jitted, (params, state, params)
-
-    return build
-
-
 @pytest.mark.quick("v5e-None")
 @pytest.mark.compiler
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e], ids=["h200", "v5e"])
 def test_within_shard_map(compile_for, codec):
     """The bytes of an update that divides by itself."""
-    settings = {"page_size": "2MiB", "codec": codec}
-    report = compile_for(within_shard_map(lambda: po.paged_adamw(1e-3, **settings)), 4)
+    make = lambda _: po.paged_adamw(1e-3, page_size="2MiB", codec=codec)
+    build = sharded_update(make, P("x"), (4,), ("x",), 3, manual=True)
+    report = compile_for(build, 4)
     assert not collectives(report.hlo)
     assert report.device_temp <= 12 * MIB
     assert report.host_temp == 0

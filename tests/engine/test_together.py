@@ -12,7 +12,7 @@ import pytest
 
 import paged_optax as po
 from helpers import aot, reference, schedule, step_model
-from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
+from helpers.programs import BOTH_WAYS, MIB, assert_in_place, bfloat16, square, updating
 from helpers.runtime_counts import RuntimeCounts
 from paged_optax.backend.platforms import (
     GPU_HAS_STREAMS_BY_DIRECTION,
@@ -26,10 +26,7 @@ from paged_optax.engine.paged_array import PagedArray, buffers_of
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.sharing import cut
 
-_ON_GPU = pytest.mark.skipif(
-    GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
-)
-_COMPILERS = [pytest.param(aot.h200, marks=_ON_GPU, id="h200"), aot.v5e]
+_COMPILERS = [pytest.param(aot.h200, marks=BOTH_WAYS, id="h200"), aot.v5e]
 
 
 @pytest.fixture(params=["in turn", "both ways"])
@@ -55,16 +52,14 @@ SHAPES = [(48, 256), (16, 512), (256, 16), (512, 24), (4096,), (3, 16, 256), (40
 #: Pages that end within a word or a block, which no other leaf's may follow.
 UNEVEN = [(131, 256), (4300,), (133, 256), (129, 1, 256)]
 
+_CODED = ("dynamic_int8", "dynamic_int4", "float8_e4m3", "bfloat16")
 TRANSFORMATIONS = {
     "adamw": functools.partial(po.paged_adamw, 1e-2),
     "lion": functools.partial(po.paged_lion, 1e-2),
     "masters": functools.partial(
         po.paged_adamw, 1e-2, master_dtype="float32", codec="dynamic_int8"
     ),
-    "dynamic_int8": functools.partial(po.paged_adamw, 1e-2, codec="dynamic_int8"),
-    "dynamic_int4": functools.partial(po.paged_adamw, 1e-2, codec="dynamic_int4"),
-    "float8_e4m3": functools.partial(po.paged_adamw, 1e-2, codec="float8_e4m3"),
-    "bfloat16": functools.partial(po.paged_adamw, 1e-2, codec="bfloat16"),
+    **{x: functools.partial(po.paged_adamw, 1e-2, codec=x) for x in _CODED},
     "two codecs": functools.partial(
         po.paged_adamw, 1e-2, codec={"mu": "float8_e4m3", "nu": "dynamic_int8"}
     ),
@@ -262,7 +257,7 @@ def test_they_are_at_the_links_rate(compile_for, build, like):
 
 
 @pytest.mark.compiler
-@_ON_GPU
+@BOTH_WAYS
 def test_an_odd_number_of_arrays_is_at_the_links_rate():
     """Seven moments have no equal halves, so that each goes while another comes."""
     _, _, time = compiled(aot.h200, po.paged_lion_8bit(1e-3), square(7))
@@ -283,7 +278,7 @@ def test_half_of_a_page_travels_at_once():
 
 
 @pytest.mark.compiler
-@_ON_GPU
+@BOTH_WAYS
 def test_scales_of_leaves_are_one_slice():
     """They are on the device: no turn of the loop copies those of each leaf."""
     report, _, _ = compiled(aot.h200, po.paged_adamw_8bit(1e-3), square(7))
@@ -305,7 +300,7 @@ def test_adapters_are_few_programs(compile_for):
 
 
 @pytest.mark.compiler
-@_ON_GPU
+@BOTH_WAYS
 def test_rates_that_are_computed_for_each_leaf():
     """A schedule's rate is one value, though Optax computes it for each leaf."""
     schedule = optax.cosine_decay_schedule(1e-3, 100)
@@ -321,7 +316,7 @@ def test_rates_that_are_computed_for_each_leaf():
 
 
 @pytest.mark.compiler
-@_ON_GPU
+@BOTH_WAYS
 def test_each_pages_address():
     """Three leaves of 2051 rows: full pages, read ahead, and a smaller last one."""
     params = square(3, (2051, 4096))

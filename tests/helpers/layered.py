@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 import paged_optax as po
+from paged_optax.backend.memory import on_host
 
 HIDDEN, WORDS = 64, 96
 SETTINGS = {"page_size": "16KiB", "min_paged_size": "16KiB"}
@@ -73,28 +74,86 @@ def loss(params, batch):
     return epilogue(rest, x, kept, batch)[0]
 
 
+MODEL = po.LayerwiseModel(prologue, layer, epilogue)
+
+
 def layerwise(tx, **settings):
-    return po.layerwise_step(
-        po.LayerwiseModel(prologue, layer, epilogue), tx, **settings
-    )
+    return po.layerwise_step(MODEL, tx, **settings)
+
+
+def mean(loss):
+    """A loss of micro-batches."""
+    return lambda params, batch: jnp.mean(jax.lax.map(lambda b: loss(params, b), batch))
 
 
 def plain_step(tx, accumulate=False):
     """`jax.grad` of the whole model, and Optax."""
-
-    def mean(params, batch):
-        if not accumulate:
-            return loss(params, batch)
-        return jnp.mean(jax.lax.map(lambda b: loss(params, b), batch))
+    whole = mean(loss) if accumulate else loss
 
     @jax.jit
     def step(params, state, batch):
-        loss, gradients = jax.value_and_grad(mean)(params, batch)
+        value, gradients = jax.value_and_grad(whole)(params, batch)
         updates, state = tx.update(gradients, state, params)
         norm = optax.tree.norm(gradients)
-        return optax.apply_updates(params, updates), state, loss, norm, gradients
+        return optax.apply_updates(params, updates), state, value, norm, gradients
 
     return step
+
+
+def by_optax(loss, tx, params, batches, max_norm=None, look=lambda _, said: said):
+    """Parameters, the state of `tx`, and each step's loss and norm, by Optax."""
+    clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
+    clipped, said = optax.chain(clip, tx), []
+    state = clipped.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = clipped.update(gradients, state, params)
+        output = value, optax.tree.norm(gradients)
+        return optax.apply_updates(params, updates), state, output
+
+    for batch in batches:
+        params, state, output = step(params, state, batch)
+        said.append(look(state[1], output))
+    return params, state[1], said
+
+
+def trained(
+    model,
+    tx,
+    params,
+    batches,
+    *fixed,
+    offloaded=None,
+    donated=True,
+    look=lambda _, said: said,
+    **how,
+):
+    """The same by layerwise steps, of which a deferred one is finished.
+
+    Weights of layers of at least `offloaded` bytes are in host memory.
+    """
+    names = {"dtype", "host_dtype", "device_dtype", "rest"} & how.keys()
+    workspace = model.workspace(params, **{name: how.pop(name) for name in names})
+    step = po.layerwise_step(model, tx, **how)
+    if offloaded is not None:
+        params = params | {"layers": po.offload(params["layers"], offloaded)}
+        assert any(map(on_host, jax.tree.leaves(params["layers"])))
+    args, said = (params, tx.init(params), workspace), []
+    compiled = None if donated else jax.jit(step)
+    for batch in batches:
+        given = *args, batch, *fixed
+        compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
+        *args, output = compiled(*given)
+        said.append(look(args[1], (output.loss, output.gradient_norm)))
+    if args[2].pending is not None:
+        finish = jax.jit(step.finish)
+        args = finish(*args)
+        again = finish(*args)
+        assert not again[2].pending.waits
+        jax.tree.map(np.testing.assert_array_equal, again[:2], tuple(args[:2]))
+    return *args[:2], said
 
 
 def far(found, wanted):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
 from helpers import small as trees
@@ -32,6 +33,18 @@ def paths(params):
 
 def named(path):
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def resident(state, names="abc"):
+    """Which parameters' moments are on the device."""
+    return "".join(name for name in names if po.is_device_resident(state, name))
+
+
+def place_on(where):
+    """On a device, or divided over a mesh of two."""
+    if where == "device":
+        return SingleDeviceSharding(jax.devices()[3])
+    return NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x"))
 
 
 def filled(state, seed=7):

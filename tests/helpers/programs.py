@@ -10,12 +10,20 @@ import pytest
 
 from helpers import aot
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX
 from paged_optax.engine.sharing import MomentFormat, cut
 from paged_optax.transform.context import TYPES, within
 
 MIB = 2**20
 COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
+#: What needs pages that are read while others are written, or layers beside others.
+BOTH_WAYS = pytest.mark.skipif(
+    GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
+)
+AHEAD = pytest.mark.skipif(
+    not GPU_FETCHES_AHEAD,
+    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
+)
 
 
 def leaf_shapes(tree):

@@ -1,7 +1,6 @@
 """Updates that a layerwise step leaves to the next one, and `finish` of the last."""
 
 import dataclasses
-import importlib
 
 import flax
 import jax
@@ -13,65 +12,17 @@ from flax import nnx
 import paged_optax as po
 from helpers import aot, decoder, layered, step_model
 from helpers.layered import SETTINGS, far
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-
-step_module = importlib.import_module("paged_optax.layerwise.step")
+from helpers.programs import AHEAD
+from paged_optax.layerwise import step as step_module
 
 MOST = 0.05
 RATE = optax.cosine_decay_schedule(0.01, 9)
-_AHEAD = pytest.mark.skipif(
-    not GPU_FETCHES_AHEAD,
-    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
-)
 
 
-def rest_of(params):
-    return {name: x for name, x in params.items() if name != "layers"}
-
-
-def workspace_of(params, dtype="float32"):
-    return po.GradientWorkspace.allocate(
-        params["layers"], host_dtype=dtype, rest=rest_of(params)
-    )
-
-
-def trained(tx, params, batches, functions=layered, **how):
+def trained(tx, params, batches, model=layered.MODEL, **how):
     """Deferred steps and their end; each step's loss and norm, and what is left."""
-    step = po.layerwise_step(
-        po.LayerwiseModel(functions.prologue, functions.layer, functions.epilogue),
-        tx,
-        max_norm=MOST,
-        accumulate=how.pop("accumulate", False),
-        recompute=how.pop("recompute", True),
-    )
-    workspace = workspace_of(params, how.pop("dtype", "float32"))
-    if how.pop("offloaded", False):
-        params = params | {"layers": po.offload(params["layers"], 0)}
-    args, compiled, said = (params, tx.init(params), workspace), None, []
-    for batch in batches:
-        given = *args, batch
-        compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
-        *args, output = compiled(*given)
-        said.append((output.loss, output.gradient_norm))
-    finish = jax.jit(step.finish)
-    done = finish(*args)
-    again = finish(*done)
-    assert not again[2].pending.waits
-    assert far(again[:2], done[:2]) == 0
-    return *done[:2], said
-
-
-def by_optax(tx, params, batches, accumulate=False):
-    clipped = optax.chain(optax.clip_by_global_norm(MOST), tx)
-    step, state, said = (
-        layered.plain_step(clipped, accumulate),
-        clipped.init(params),
-        [],
-    )
-    for batch in batches:
-        params, state, loss, norm, _ = step(params, state, batch)
-        said.append((loss, norm))
-    return params, state[1], said
+    how = {"host_dtype": "float32", "rest": True, "max_norm": MOST} | how
+    return layered.trained(model, tx, params, batches, **how)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +34,9 @@ def by_optax(tx, params, batches, accumulate=False):
     ("platforms", "how"),
     [
         ((), {}),
-        pytest.param(("cpu",), {}, marks=_AHEAD),
-        pytest.param(("cpu",), {"offloaded": True}, marks=(_AHEAD, pytest.mark.slow)),
-        pytest.param(("cpu",), {"recompute": False}, marks=_AHEAD),
+        pytest.param(("cpu",), {}, marks=AHEAD),
+        pytest.param(("cpu",), {"offloaded": 0}, marks=(AHEAD, pytest.mark.slow)),
+        pytest.param(("cpu",), {"recompute": False}, marks=AHEAD),
     ],
     ids=["in turn", "ahead", "ahead, offloaded", "ahead, saved"],
 )
@@ -97,17 +48,18 @@ def test_numbers_are_optaxs(monkeypatch, platforms, how, accumulate):
     with jax.enable_x64(True):
         params = layered.parameters(3, dtype=jnp.float64)
         tx = po.paged_adamw(RATE, **SETTINGS)
-        how = {"dtype": jnp.float64, "accumulate": accumulate} | how
+        how = {"host_dtype": jnp.float64, "accumulate": accumulate} | how
         found = trained(tx, params, batches, **how)
         params = layered.parameters(3, dtype=jnp.float64)
-        wanted = by_optax(tx, params, batches, accumulate)
+        loss = layered.mean(layered.loss) if accumulate else layered.loss
+        wanted = layered.by_optax(loss, tx, params, batches, MOST)
     assert float(wanted[2][0][1]) > MOST  # or nothing is clipped
     assert far(found, wanted) <= 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "platforms", [(), pytest.param(("cpu",), marks=_AHEAD)], ids=["in turn", "ahead"]
+    "platforms", [(), pytest.param(("cpu",), marks=AHEAD)], ids=["in turn", "ahead"]
 )
 def test_coded_moments(monkeypatch, platforms):
     """With master weights. A last bit of a gradient may choose the next code."""
@@ -115,7 +67,7 @@ def test_coded_moments(monkeypatch, platforms):
     batches = [layered.batch(seed) for seed in range(3)]
     tx = po.paged_adamw_8bit(RATE, master_dtype="float32", **SETTINGS)
     found = trained(tx, layered.parameters(3), batches)
-    wanted = by_optax(tx, layered.parameters(3), batches)
+    wanted = layered.by_optax(layered.loss, tx, layered.parameters(3), batches, MOST)
     assert far(found[0], wanted[0]) <= 1e-4
     assert far(found[2], wanted[2]) <= 1e-5
 
@@ -134,7 +86,8 @@ def test_the_first_step_updates_nothing(tx):
     params = layered.parameters(2)
     step = jax.jit(layered.layerwise(tx, max_norm=MOST))
     state = tx.init(params)
-    given = params, state, workspace_of(params)
+    workspace = layered.MODEL.workspace(params, host_dtype="float32", rest=True)
+    given = params, state, workspace
     found, after, workspace, _ = step(*given, layered.batch())
     assert far((found, after), (params, state)) == 0
     assert workspace.pending.waits
@@ -147,7 +100,7 @@ def test_the_first_step_updates_nothing(tx):
 
 
 @pytest.mark.slow
-@_AHEAD
+@AHEAD
 def test_an_output_matrix_is_updated_with_the_layers(monkeypatch):
     """Its gradient waits in the workspace, and a part of it goes with each layer."""
     monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",))
@@ -160,15 +113,11 @@ def test_an_output_matrix_is_updated_with_the_layers(monkeypatch):
         tokens = jax.random.randint(key, (2, 16), 0, 512)
         batches = [{"tokens": tokens, "targets": jnp.roll(tokens, i)} for i in (1, 2)]
         tx = po.paged_adamw(1e-3, min_paged_size="16KiB", page_size="64KiB")
-        found = trained(tx, make(), batches, decoder.SMALL, dtype=jnp.float64)
-        clipped = optax.chain(optax.clip_by_global_norm(MOST), tx)
-        params = make()
-        state = clipped.init(params)
-        for batch in batches:
-            gradients = jax.grad(decoder.SMALL.loss)(params, batch)
-            updates, state = clipped.update(gradients, state, params)
-            params = optax.apply_updates(params, updates)
-    assert far(found[:2], (params, state[1])) <= 1e-6  # its loss is of float32
+        small = decoder.SMALL
+        model = po.LayerwiseModel(small.prologue, small.layer, small.epilogue)
+        found = trained(tx, make(), batches, model, host_dtype=jnp.float64)
+        wanted = layered.by_optax(small.loss, tx, make(), batches, MOST)
+    assert far(found[:2], wanted[:2]) <= 1e-6  # its loss is of float32
 
 
 MODEL = decoder.Decoder(
@@ -179,7 +128,7 @@ HOW = {"max_norm": 1.0, "host_dtype": "bfloat16", "size": (8, 512)}
 
 @pytest.mark.compiler
 @pytest.mark.slow
-@_AHEAD
+@AHEAD
 @pytest.mark.parametrize(
     ("budget", "weights_on_host", "link"),
     [("0", False, 200e9), ("200MB", False, 200e9), ("0", True, 400e9)],
@@ -224,11 +173,9 @@ def test_bytes(compile_for, weights_on_host):
 @pytest.mark.parametrize("mapping", [flax.core.FrozenDict, nnx.State])
 def test_mappings(mapping):
     """Of all parameters, and of those that the prologue gets."""
-    params = layered.parameters(2)
-    tx = po.paged_sgd(0.1)
-    workspace = po.GradientWorkspace.allocate(
-        params["layers"], host_dtype="float32", rest=mapping(rest_of(params))
-    )
+    params, tx = layered.parameters(2), po.paged_sgd(0.1)
+    rest = mapping({name: x for name, x in params.items() if name != "layers"})
+    workspace = layered.MODEL.workspace(params, host_dtype="float32", rest=rest)
     step = layered.layerwise(tx, max_norm=MOST)
     given = mapping(params), tx.init(mapping(params)), workspace
     # One trace: shapes alone would not say that gradients wait on the host.

@@ -1,7 +1,6 @@
 """Adapters by hand on a frozen base: the numbers of `jax.grad` and Optax."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +9,11 @@ import optax
 import pytest
 
 import paged_optax as po
+from helpers import layered
+from helpers.programs import AHEAD
 from helpers.stacked import SETTINGS
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-
-step_module = importlib.import_module("paged_optax.layerwise.step")
+from paged_optax.layerwise import step as step_module
 
 LAYERS, WIDTH, RANK, WORDS, STEPS = 4, 128, 32, 16, 3
 RATE, MOST = 1e-2, 0.05
@@ -78,48 +77,19 @@ def batches(accumulate):
 @functools.cache
 def by_optax(accumulate, max_norm):
     """The parameters that `jax.grad` and Optax make, and each step's loss and norm."""
-    tx = optax.adamw(RATE, eps=EPS)
-    if max_norm is not None:
-        tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
-    params, frozen = parameters(), base()
-    state, said = tx.init(params), []
-
-    def loss(params, batch):
-        parts = batch if accumulate else [batch]
-        return sum(plain_loss(params, frozen, part) for part in parts) / len(parts)
-
-    @jax.jit
-    def step(params, state, batch):
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(gradients, state, params)
-        norm = optax.tree.norm(gradients)
-        return optax.apply_updates(params, updates), state, (value, norm)
-
-    for batch in batches(accumulate):
-        params, state, output = step(params, state, batch)
-        said.append(output)
-    return params, said
+    frozen = base()
+    loss = lambda params, batch: plain_loss(params, frozen, batch)
+    loss = layered.mean(loss) if accumulate else loss
+    given = optax.adamw(RATE, eps=EPS), parameters(), batches(accumulate)
+    return layered.by_optax(loss, *given, max_norm)[::2]
 
 
 def layerwise(frozen, how):
     """The same by layerwise steps, of which a deferred one is finished."""
-    params, tx = parameters(), po.paged_adamw(RATE, eps=EPS, **SETTINGS)
-    held = {name: how[name] for name in ("host_dtype", "rest") if name in how}
-    chosen = ("max_norm", "accumulate", "activations_on_host")
-    step = po.layerwise_step(MODEL, tx, **{x: how[x] for x in chosen if x in how})
-    workspace = MODEL.workspace(params, **held)
-    if how.get("adapters_on_host"):
-        params["layers"] = po.offload(params["layers"], 0)
-        assert all(map(on_host, jax.tree.leaves(params["layers"])))
-    args, said, compiled = (params, tx.init(params), workspace), [], None
-    for batch in batches(how.get("accumulate", False)):
-        given = *args, batch, frozen
-        compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
-        *args, output = compiled(*given)
-        said.append((output.loss, output.gradient_norm))
-    if "rest" in how:
-        args = jax.jit(step.finish)(*args)
-    return args[0], said
+    how = {name: x for name, x in how.items() if name != "base_on_host"}
+    given = parameters(), batches(how.get("accumulate", False)), frozen
+    tx = po.paged_adamw(RATE, eps=EPS, **SETTINGS)
+    return layered.trained(MODEL, tx, *given, **how)[::2]
 
 
 def close(found, wanted):
@@ -141,19 +111,15 @@ WAYS = {
     "accumulated_deferred": DEFERRED | {"accumulate": True},
     "base_on_host": {"base_on_host": True},
     "all_on_host": DEFERRED
-    | {"base_on_host": True, "adapters_on_host": True, "activations_on_host": True},
+    | {"base_on_host": True, "offloaded": 0, "activations_on_host": True},
 }
 
 
 # Where all gradients are waited for, or micro-batches are deferred, nothing is beside.
 BESIDE = ("deferred", "accumulated", "base_on_host", "all_on_host")
-_OVERLAPS = pytest.mark.skipif(
-    not GPU_FETCHES_AHEAD,
-    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
-)
 CASES = [
     *((way, ()) for way in WAYS),
-    *(pytest.param(way, ("cpu",), marks=_OVERLAPS) for way in BESIDE),
+    *(pytest.param(way, ("cpu",), marks=AHEAD) for way in BESIDE),
 ]
 
 

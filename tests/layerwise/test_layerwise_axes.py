@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers import stacked
 
 PAGED: Any = {"page_size": 1024, "min_paged_size": 0}
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
@@ -99,10 +100,7 @@ def compiled_on(
 @pytest.mark.quick("tied", "8 bits", "injected")
 @pytest.mark.parametrize("case", CONFIGURATIONS)
 def test_gathers_of_layerwise_steps(case):
-    """On explicit axes no more than on automatic ones, and nothing more is paged whole.
-
-    Of injected hyperparameters fewer: only types say there how moments are divided.
-    """
+    """As many as on automatic axes; fewer where types alone say how moments divide."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, typed = (
@@ -206,9 +204,7 @@ def test_a_model_of_explicit_axes(case):
             value, _ = jax.jit(model.loss)(given, batch)
             np.testing.assert_allclose(value, loss, rtol=1e-5)
     np.testing.assert_allclose(output.loss, loss, rtol=1e-5)
-    for found, expected in zip(
-        jax.tree.leaves(new[0]), jax.tree.leaves(wanted), strict=True
-    ):
+    for found, expected in zip(*map(jax.tree.leaves, (new[0], wanted)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
         assert jax.typeof(found).sharding.spec == jax.typeof(expected).sharding.spec
 
@@ -379,8 +375,8 @@ def test_blocks_that_end_with_a_devices_part(shape, settings, deferred):
     """What is outside the layers has parts of no whole blocks: as on automatic axes."""
     dtype = jnp.bfloat16 if "master_remainders" in settings else jnp.float32
     model = po.LayerwiseModel(
-        lambda rest, batch: (batch, None),
-        lambda weights, x, context, i: (x + x @ weights["w"], None),
+        stacked.start,
+        stacked.layer,
         lambda rest, x, kept, batch: jnp.mean(x**2) + jnp.mean(rest["embed"] ** 2),
     )
 
@@ -396,11 +392,8 @@ def test_blocks_that_end_with_a_devices_part(shape, settings, deferred):
             params = placed(params, mesh, specs)
             tx = po.paged_adamw(1e-3, min_paged_size=0, **settings)
             state = tx.init(params)
-            workspace = po.GradientWorkspace.allocate(
-                params["layers"],
-                host_dtype=dtype if deferred else None,
-                rest={"embed": params["embed"]} if deferred else None,
-            )
+            held = {"host_dtype": dtype, "rest": True} if deferred else {}
+            workspace = model.workspace(params, **held)
             step = po.layerwise_step(model, tx)
             batch = jnp.ones((8, 512), dtype)
             for _ in range(2):
@@ -418,11 +411,7 @@ def test_parts_of_no_whole_blocks_are_named():
     params = {"layers": {"w": jnp.ones((2, 512, 512))}}
     params = placed(params, mesh, {"layers": {"w": P(None, None, "x")}})
     tx = po.paged_adamw_8bit(1e-3, min_paged_size=0)
-    model = po.LayerwiseModel(
-        lambda rest, batch: (batch, None),
-        lambda weights, x, context, i: (x + x @ weights["w"], None),
-        lambda rest, x, kept, batch: jnp.mean(x**2),
-    )
+    model = po.LayerwiseModel(stacked.start, stacked.layer, stacked.finish)
     step, state = jax.jit(po.layerwise_step(model, tx)), tx.init(params)
     with pytest.raises(ValueError, match="8 parts, and a block runs.*another axis"):
         step(params, state, model.workspace(params), jnp.ones((8, 512)))

@@ -52,16 +52,13 @@ BATCHES = [jax.random.normal(jax.random.key(seed), (4, 64)) for seed in (1, 2)]
 
 def layerwise(tx, params, way, batches=BATCHES):
     """Two layerwise steps; what is given keeps its containers and its memory."""
-    step = po.layerwise_step(
-        po.LayerwiseModel(containers.prologue, containers.layer, containers.epilogue),
-        tx,
+    model = po.LayerwiseModel(
+        containers.prologue, containers.layer, containers.epilogue
     )
-    rest = {name: x for name, x in params.items() if name != "layers"}
-    wide = jnp.promote_types(jax.tree.leaves(rest)[0].dtype, "float32")
-    deferred = {"host_dtype": wide, "rest": rest} if way.deferred else {}
-    workspace = po.GradientWorkspace.allocate(
-        params["layers"], dtype=way.workspace, **deferred
-    )
+    step = po.layerwise_step(model, tx)
+    wide = jnp.promote_types(jax.tree.leaves(params)[0].dtype, "float32")
+    deferred = {"host_dtype": wide, "rest": True} if way.deferred else {}
+    workspace = model.workspace(params, dtype=way.workspace, **deferred)
     if way.offloaded:
         params = params | {"layers": po.offload(params["layers"], 0)}
     given = params, tx.init(params), workspace
@@ -188,10 +185,7 @@ def test_layers_of_parts_of_blocks(container, codec):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("codec", NAMES)
 def test_rows_of_parts_of_words(codec, way):
-    """A stack's codes share words along its rows, whose number is no multiple of 4.
-
-    A matrix of that shape would be filled up to whole words along its columns.
-    """
+    """A stack's codes share words along its rows, whose number is no multiple of 4."""
     way, rows = WAYS[way], 131
     make = containers.CONTAINERS["dict"]
     params = containers.model(make, way.dtype, width=256, rows=rows)

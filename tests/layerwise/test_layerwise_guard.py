@@ -1,7 +1,6 @@
 """`apply_if_finite` around the transformation of a layerwise step: Optax's counts."""
 
 import functools
-import importlib
 import itertools
 
 import jax
@@ -13,9 +12,9 @@ import pytest
 import paged_optax as po
 from helpers import layered
 from helpers.layered import SETTINGS
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
+from helpers.programs import AHEAD
+from paged_optax.layerwise import step as step_module
 
-step_module = importlib.import_module("paged_optax.layerwise.step")
 LAYERS, MOST, ERRORS = 3, 0.05, 2
 
 
@@ -49,9 +48,7 @@ def loss(params, batch):
 
 
 def batches_of(poisons, micro=0):
-    """For each poison one batch: of `(where, what)`, or None. With micro-batches, the
-    second one has it.
-    """
+    """A batch for each poison, `(where, what)`; of micro-batches in the second."""
     made = []
     for seed, poison in enumerate(poisons):
         key = jax.random.key(seed)
@@ -87,46 +84,28 @@ WORKSPACES = {
 }
 
 
+MODEL = po.LayerwiseModel(prologue, layer, epilogue)
+counts = lambda state, _: [np.asarray(x) for x in state[:3]]
+
+
 @functools.cache
 def by_optax(run, max_norm, micro=0):
     params = layered.parameters(LAYERS, dtype=jnp.float64)
-    clip = [] if max_norm is None else [optax.clip_by_global_norm(max_norm)]
-    tx = optax.apply_if_finite(optax.chain(*clip, optax.adamw(0.01)), ERRORS)
-    mean = lambda p, b: jnp.mean(jax.lax.map(lambda b: loss(p, b), b))
-    state, said = tx.init(params), []
-
-    @jax.jit
-    def step(params, state, batch):
-        gradients = jax.grad(mean if micro else loss)(params, batch)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for batch in batches_of(RUNS[run], micro):
-        params, state = step(params, state, batch)
-        said.append([np.asarray(x) for x in state[:3]])
-    inner = state.inner_state
-    return params, inner if max_norm is None else inner[1], said
+    clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
+    tx = optax.apply_if_finite(optax.chain(clip, optax.adamw(0.01)), ERRORS)
+    given = tx, params, batches_of(RUNS[run], micro)
+    whole = layered.mean(loss) if micro else loss
+    params, state, said = layered.by_optax(whole, *given, look=counts)
+    return params, state.inner_state[1], said
 
 
 def trained(tx, params, batches, workspace, **how):
-    dtype = params["embed"].dtype
-    rest = {name: x for name, x in params.items() if name != "layers"}
-    workspace = po.GradientWorkspace.allocate(
-        params["layers"],
-        host_dtype=dtype if workspace else None,
-        rest=rest if workspace == "deferred" else None,
-    )
-    step = po.layerwise_step(po.LayerwiseModel(prologue, layer, epilogue), tx, **how)
-    args, compiled, said = (params, tx.init(params), workspace), None, []
-    for batch in batches:
-        given = *args, batch
-        compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
-        *args, _ = compiled(*given)
-        said.append([np.asarray(x) for x in args[1][:3]])
-    if args[2].pending is not None:
-        args = jax.jit(step.finish)(*args)
-    assert isinstance(args[1], optax.ApplyIfFiniteState)
-    return args[0], args[1].inner_state, said
+    held = {"host_dtype": params["embed"].dtype} if workspace else {}
+    how |= held | {"rest": workspace == "deferred"}
+    given = MODEL, tx, params, batches
+    params, state, said = layered.trained(*given, look=counts, **how)
+    assert isinstance(state, optax.ApplyIfFiniteState)
+    return params, state.inner_state, said
 
 
 def compare(found, wanted):
@@ -163,7 +142,7 @@ def test_is_optaxs(way, run, micro):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GPU_FETCHES_AHEAD, reason="this XLA:GPU goes in turn")
+@AHEAD
 @pytest.mark.parametrize("run", list(RUNS))
 def test_ahead(monkeypatch, run):
     """Updates that go beside the next forward pass."""
@@ -202,8 +181,6 @@ def test_a_skipped_step_changes_no_bit(inner, way):
     )
     found, wanted = run([None, (1, NAN)]), run([None])
     assert found[2][-1][0] == 1
-    for a, b in zip(
-        jax.tree.leaves(found[:2]), jax.tree.leaves(wanted[:2]), strict=True
-    ):
+    for a, b in zip(*map(jax.tree.leaves, (found[:2], wanted[:2])), strict=True):
         assert a.sharding.memory_kind == b.sharding.memory_kind
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

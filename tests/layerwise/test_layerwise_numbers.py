@@ -130,8 +130,7 @@ def test_mappings(mapping):
     name = lambda path: path[0].key
     mask = lambda p: jax.tree_util.tree_map_with_path(lambda k, x: name(k) != "z", p)
     tx = optax.chain(
-        po.paged(optax.trace(0.9), **SETTINGS),
-        optax.masked(optax.scale(-1e-2), mask),
+        po.paged(optax.trace(0.9), **SETTINGS), optax.masked(optax.scale(-1e-2), mask)
     )
     found, wanted = both(params, tx, functions)
     same(found[0], wanted[0])

@@ -6,27 +6,19 @@ import warnings
 
 import jax
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import (
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
 from helpers import layered
+from helpers.checkpoints import standard
 from helpers.layered import far, layerwise
 
 SMALL = {"page_size": 4096, "min_paged_size": 0}
 
 
 def allocated(params, deferred, dtype="float32"):
-    rest = {name: x for name, x in params.items() if name != "layers"}
-    return po.GradientWorkspace.allocate(
-        params["layers"], host_dtype=dtype, rest=rest if deferred else None
-    )
+    return layered.MODEL.workspace(params, host_dtype=dtype, rest=deferred)
 
 
 def started(tx, deferred=True):
@@ -187,10 +179,7 @@ def test_a_restore_into_its_place(tmp_path, shapes, deferred):
         "state": po.abstract_state(tx, params),
         "workspace": po.abstract_state(described, params),
     }
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "run", target)
+    restored = standard(tmp_path, saved, target)
     assert kinds(restored["workspace"]) == kinds(workspace)
     found = jax.jit(step)(*restored.values(), layered.batch(1))
     wanted = jax.jit(step)(params, state, workspace, layered.batch(1))

@@ -1,6 +1,5 @@
 """A layer's update travels while the gradients of the next one are made."""
 
-import importlib
 import math
 
 import jax
@@ -9,35 +8,26 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot, decoder, step_model
+from helpers import aot, decoder, layered, step_model
 from helpers.layered import far
+from helpers.programs import AHEAD
 from helpers.stacked import SETTINGS, both, same
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
+from paged_optax.layerwise import step as step_module
 from paged_optax.layerwise.segments import ends_of
-
-step_module = importlib.import_module("paged_optax.layerwise.step")
 
 LAYERS = 8
 MODEL = decoder.Decoder(
     hidden=1024, query=1024, key=512, inner=2816, layers=LAYERS, vocabulary=0
 )
-_AHEAD = pytest.mark.skipif(
-    not GPU_FETCHES_AHEAD,
-    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
-)
 
 
 @pytest.mark.compiler
 @pytest.mark.slow
-@_AHEAD
+@AHEAD
 @pytest.mark.parametrize("card", ["h200", "rtx4090", "l4"])
 @pytest.mark.parametrize("weights_on_host", [False, True], ids=["moments", "weights"])
 def test_transfers_are_hidden(weights_on_host, card):
-    """Of transfers that take half as long as what is computed, at most a third shows.
-
-    The last layer's have nothing beside them. `jit_step` has the options of cards that
-    are no Hopper.
-    """
+    """Of transfers half as long as what is computed, at most a third shows."""
     build = decoder.layerwise(
         MODEL,
         po.paged_adamw(1e-4, codec="bfloat16"),
@@ -55,43 +45,31 @@ def test_transfers_are_hidden(weights_on_host, card):
     assert step.exposed <= free.compute / 2 / 3
 
 
-def trained(monkeypatch, ahead, codec=None, offloaded=False):
+def trained(monkeypatch, ahead, codec=None, offloaded=None):
     """Three steps of a decoder of four layers, with an output matrix of its own."""
     monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",) if ahead else ())
-    key = jax.random.key(0)
-    params = jax.tree.map(
-        lambda x: jax.random.normal(key, x.shape, x.dtype) * 0.02,
-        decoder.SMALL.shapes(),
-    )
+    key, small = jax.random.key(0), decoder.SMALL
+    normal = lambda x: jax.random.normal(key, x.shape, x.dtype) * 0.02
     tokens = jax.random.randint(key, (2, 16), 0, 512)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, 1)}
-    masters = {"master_dtype": "float32"} if codec else {}
     tx = po.paged_adamw(
-        1e-3, codec=codec, min_paged_size="16KiB", page_size="64KiB", **masters
+        1e-3,
+        codec=codec,
+        master_dtype=codec and "float32",
+        min_paged_size="16KiB",
+        page_size="64KiB",
     )
-    if offloaded:
-        params["layers"] = po.offload(params["layers"], "16KiB")
-    model = decoder.SMALL
-    step = po.layerwise_step(
-        po.LayerwiseModel(model.prologue, model.layer, model.epilogue), tx
-    )
-    workspace = po.GradientWorkspace.allocate(params["layers"])
-    args = params, tx.init(params), workspace, batch
-    compiled = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
-    for _ in range(3):
-        *kept, output = compiled(*args)
-        args = *kept, batch
-    return kept[0], output.loss, output.gradient_norm
+    model = po.LayerwiseModel(small.prologue, small.layer, small.epilogue)
+    params = jax.tree.map(normal, small.shapes())
+    found = layered.trained(model, tx, params, [batch] * 3, offloaded=offloaded)
+    return found[0], found[2]
 
 
 @pytest.mark.slow
-@_AHEAD
+@AHEAD
 @pytest.mark.parametrize(
     "how",
-    [
-        {"codec": "dynamic_int8"},
-        {"offloaded": True},
-    ],
+    [{"codec": "dynamic_int8"}, {"offloaded": "16KiB"}],
     ids=["int8", "offloaded"],
 )
 def test_numbers_are_those_of_turns(monkeypatch, how):
@@ -117,12 +95,12 @@ def heavy(params):
 
 
 @pytest.mark.slow
-@_AHEAD
+@AHEAD
 @pytest.mark.parametrize(
     ("layers", "how"),
     [
         (2, {}),
-        (3, {"offloaded": True}),
+        (3, {"offloaded": "16KiB"}),
         (2, {"accumulate": True}),
         (3, {"accumulate": True, "recompute": False}),
     ],

@@ -1,6 +1,5 @@
 """Layers that are divided over devices: each moves its shards while it computes."""
 
-import importlib
 import math
 
 import jax
@@ -11,17 +10,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
-from helpers import aot, decoder, schedule
+from helpers import aot, decoder, layered, schedule
 from helpers.layered import far
+from helpers.programs import AHEAD
 from helpers.runtime_counts import RuntimeCounts
 from helpers.stacked import SETTINGS, mean_loss
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
-step_module = importlib.import_module("paged_optax.layerwise.step")
-pytestmark = pytest.mark.skipif(
-    not GPU_FETCHES_AHEAD,
-    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
-)
+pytestmark = AHEAD
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 AXES = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=str)
 LAYERS, STEPS = 3, 2
@@ -75,17 +70,6 @@ def as_on_a_gpu(monkeypatch):
     jax.clear_caches()
 
 
-def by_optax(params, tx, loss, batch, most):
-    state, clipped = tx.init(params), optax.identity()
-    if most:
-        clipped = optax.clip_by_global_norm(most)
-    for _ in range(STEPS):
-        gradients, _ = clipped.update(jax.grad(loss)(params, batch), ())
-        updates, state = tx.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -106,18 +90,13 @@ def test_numbers_are_optaxs(as_on_a_gpu, axis_type, how):
         batch = jax.random.normal(jax.random.key(1), (8, 64), "float64")
         loss, functions = mean_loss(FUNCTIONS), FUNCTIONS
         if "frozen" in how:
-            fixed = {"layers": {"kernel": parameters()["layers"]["square"] / 2}}
-            functions = FROZEN
-            each = [{"kernel": x} for x in fixed["layers"]["kernel"]]
-            loss = mean_loss(
-                (
-                    FUNCTIONS[0],
-                    lambda w, x, c, i: (layer(w, x, each[int(i)]), None),
-                    FUNCTIONS[2],
-                )
-            )
+            kernel = parameters()["layers"]["square"] / 2
+            fixed, functions = {"layers": {"kernel": kernel}}, FROZEN
+            through = lambda w, x, c, i: (layer(w, x, {"kernel": kernel[i]}), None)
+            loss = mean_loss((FUNCTIONS[0], through, FUNCTIONS[2]))
         most = 0.05 if deferred else None
-        wanted = by_optax(params, optax.adamw(1e-2), loss, batch, most)
+        given = optax.adamw(1e-2), params, [batch] * STEPS, most
+        *wanted, _ = layered.by_optax(loss, *given)
         with jax.set_mesh(mesh):
             place = lambda tree: jax.device_put(tree, po.fully_sharded(tree, mesh))
             params, fixed = place(params), fixed and place(fixed)
@@ -126,13 +105,10 @@ def test_numbers_are_optaxs(as_on_a_gpu, axis_type, how):
             if fixed:
                 fixed = {"layers": po.offload(fixed["layers"], 0)}
             tx = po.paged_adamw(1e-2, **SETTINGS)
-            step = po.layerwise_step(po.LayerwiseModel(*functions), tx, max_norm=most)
-            rest = {name: params[name] for name in ("embed", "head")}
-            workspace = po.GradientWorkspace.allocate(
-                params["layers"],
-                host_dtype="float64" if deferred else None,
-                rest=rest if deferred else None,
-            )
+            model = po.LayerwiseModel(*functions)
+            step = po.layerwise_step(model, tx, max_norm=most)
+            held = {"host_dtype": "float64", "rest": True} if deferred else {}
+            workspace = model.workspace(params, **held)
             batch = jax.device_put(batch, NamedSharding(mesh, P("x")))
             args = params, tx.init(params), workspace
             before = jax.tree.map(lambda x: x.sharding, args)
@@ -143,7 +119,7 @@ def test_numbers_are_optaxs(as_on_a_gpu, axis_type, how):
                 *args, _ = compiled(*args, *others)
             if deferred:
                 args = po.jit_step(step.finish, *args, donate_argnums=(0, 1, 2))(*args)
-    assert far(args[:2], wanted) <= 1e-10
+    assert far(args[:2], tuple(wanted)) <= 1e-10
     assert all(jax.tree.leaves(jax.tree.map(stays, tuple(args), before)))
 
 

@@ -1,17 +1,18 @@
 """States of stacked layers: initialized, converted, restored and placed."""
 
+import functools
 import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
+from helpers.checkpoints import standard
 
 LAYERS, WIDTH = 3, 64
 PAGED = {"page_size": 4096, "min_paged_size": 0}
@@ -82,18 +83,11 @@ def test_a_stacked_state_is_restored(name, tmp_path):
     stacked, state = stepped(tx, params_of(dtype=dtype))
     shapes = jax.eval_shape(lambda: stacked)
     target = MODEL.init(tx, shapes)
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(tmp_path / "state", state)
-        saver.wait_until_finished()
-        equal(saver.restore(tmp_path / "state", target), state)
+    equal(standard(tmp_path, state, target), state)
     pickled = pickle.loads(pickle.dumps(jax.device_get(state)))
     equal(MODEL.place_state(tx, pickled, shapes), state)
-    for x, y in zip(
-        jax.tree.leaves(MODEL.place_state(tx, state, stacked)),
-        jax.tree.leaves(state),
-        strict=True,
-    ):
-        assert x is y
+    placed = MODEL.place_state(tx, state, stacked)
+    assert jax.tree.all(jax.tree.map(lambda x, y: x is y, placed, state))
 
 
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
@@ -112,10 +106,7 @@ def test_a_state_of_several_devices_is_restored(codec, axis, tmp_path):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), stacked
     )
     target = MODEL.init(tx, shapes)
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(tmp_path / "state", state)
-        saver.wait_until_finished()
-        equal(saver.restore(tmp_path / "state", target), state)
+    equal(standard(tmp_path, state, target), state)
     equal(MODEL.place_state(tx, jax.device_get(state), stacked), state)
 
 
@@ -144,10 +135,8 @@ def test_a_state_that_depends_on_all_sizes():
     tx = total(lambda leaves: jnp.float32(sum(x.size for x in leaves)))
     tx = optax.chain(tx, po.paged_adamw(1e-3, **PAGED))
     found = MODEL.unstack_state(MODEL.init(tx, MODEL.stack(PARAMS)))
-    for x, y in zip(
-        jax.tree.leaves(found), jax.tree.leaves(tx.init(PARAMS)), strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
+    both = map(jax.tree.leaves, (found, tx.init(PARAMS)))
+    jax.tree.map(np.testing.assert_array_equal, *both)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +237,6 @@ def test_a_state_continues_in_an_nnx_optimizer(name):
         gradients = jax.grad(lambda p: net_loss(nnx.merge(graph, p), BATCH))(expected)
         updates, moments = tx.update(gradients, moments, expected)
         expected = optax.apply_updates(expected, updates)
-    for x, y in zip(
-        jax.tree.leaves(nnx.state(net, nnx.Param)),
-        jax.tree.leaves(expected),
-        strict=True,
-    ):
-        np.testing.assert_allclose(x, y, atol=1e-3 if name == "eight bits" else 1e-5)
+    atol = 1e-3 if name == "eight bits" else 1e-5
+    close = functools.partial(np.testing.assert_allclose, atol=atol)
+    jax.tree.map(close, *map(jax.tree.leaves, (nnx.state(net, nnx.Param), expected)))

@@ -1,7 +1,5 @@
 """A loss that is a sum and a weight: the step of the whole batch, exactly."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 from helpers import layered
-from helpers.layered import SETTINGS, far
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
+from helpers.layered import SETTINGS, by_optax, far
+from helpers.programs import AHEAD
+from paged_optax.layerwise import step as step_module
 
-step_module = importlib.import_module("paged_optax.layerwise.step")
 MOST = 0.05
 
 
@@ -66,42 +64,17 @@ def batch_of(seed, counts, dtype=jnp.float64, size=(2, 8)):
     }
 
 
-def by_optax(tx, params, batches, clip=None):
-    clipped = tx if clip is None else optax.chain(clip, tx)
-    state, said = clipped.init(params), []
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, gradients = jax.value_and_grad(whole_loss)(params, batch)
-        updates, state = clipped.update(gradients, state, params)
-        norm = optax.tree.norm(gradients)
-        return optax.apply_updates(params, updates), state, (loss, norm)
-
-    for batch in batches:
-        params, state, output = step(params, state, batch)
-        said.append(output)
-    return params, state if clip is None else state[1], said
+MODEL = po.LayerwiseModel(prologue, layer, epilogue)
 
 
-def trained(tx, params, batches, *, workspace=(), one=False, **how):
-    if workspace == "deferred":
-        rest = {name: x for name, x in params.items() if name != "layers"}
-        workspace = {"host_dtype": jnp.float64, "rest": rest}
-    workspace = po.GradientWorkspace.allocate(params["layers"], **dict(workspace))
-    step = po.layerwise_step(
-        po.LayerwiseModel(prologue, layer, epilogue), tx, accumulate=not one, **how
-    )
-    args, compiled, said = (params, tx.init(params), workspace), jax.jit(step), []
-    for batch in batches:
-        batch = jax.tree.map(lambda x: x[0], batch) if one else batch
-        *args, output = compiled(*args, batch)
-        said.append((output.loss, output.gradient_norm))
-    if args[2].pending is not None:
-        args = jax.jit(step.finish)(*args)
-    return *args[:2], said
+def trained(tx, params, batches, workspace=None, one=False, model=MODEL, **how):
+    batches = [jax.tree.map(lambda x: x[0], b) for b in batches] if one else batches
+    how |= (workspace or {}) | {"accumulate": not one, "donated": False}
+    return layered.trained(model, tx, params, batches, **how)
 
 
 HOST = {"host_dtype": jnp.float64}
+DEFERRED = HOST | {"rest": True}
 COUNTS = ((16, 1, 0, 7), (0, 5, 16, 16), (3, 0, 0, 0))
 
 
@@ -113,29 +86,26 @@ COUNTS = ((16, 1, 0, 7), (0, 5, 16, 16), (3, 0, 0, 0))
         (HOST, None),
         (HOST, MOST),
         ({"device_dtype": jnp.float64}, MOST),
-        ("deferred", MOST),
+        (DEFERRED, MOST),
     ],
     ids=["kept inputs", "two passes", "host", "host, clipped", "device", "deferred"],
 )
 @pytest.mark.parametrize("one", [False, True], ids=["micro-batches", "one batch"])
 def test_is_the_step_of_the_whole_batch(workspace, max_norm, one):
     """In float64: every step's loss and norm, and all parameters and moments."""
-    clip = max_norm and optax.clip_by_global_norm(max_norm)
     counts = [(9,), (16,), (1,)] if one else COUNTS
     with jax.enable_x64(True):
         batches = [batch_of(seed, each) for seed, each in enumerate(counts)]
         tx = po.paged_adamw(0.01, **SETTINGS)
         make = lambda: layered.parameters(3, dtype=jnp.float64)
-        found = trained(
-            tx, make(), batches, workspace=workspace, one=one, max_norm=max_norm
-        )
-        wanted = by_optax(optax.adamw(0.01), make(), batches, clip)
+        found = trained(tx, make(), batches, workspace, one, max_norm=max_norm)
+        wanted = by_optax(whole_loss, optax.adamw(0.01), make(), batches, max_norm)
     assert float(wanted[2][0][1]) > MOST  # or nothing is clipped
     assert far(found, wanted) <= 1e-12
 
 
-@pytest.mark.skipif(not GPU_FETCHES_AHEAD, reason="this XLA:GPU goes in turn")
-@pytest.mark.parametrize("workspace", [{}, "deferred"], ids=["beside", "ahead"])
+@AHEAD
+@pytest.mark.parametrize("workspace", [{}, DEFERRED], ids=["beside", "ahead"])
 def test_beside_other_layers(monkeypatch, workspace):
     """One batch, updated while other layers are computed."""
     monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",))
@@ -144,7 +114,7 @@ def test_beside_other_layers(monkeypatch, workspace):
         tx = po.paged_adamw(0.01, **SETTINGS)
         make = lambda: layered.parameters(3, dtype=jnp.float64)
         found = trained(tx, make(), batches, workspace=workspace, one=True)
-        wanted = by_optax(optax.adamw(0.01), make(), batches)
+        wanted = by_optax(whole_loss, optax.adamw(0.01), make(), batches)
     assert far(found, wanted) <= 1e-12
 
 
@@ -164,7 +134,7 @@ def test_clips_each_layer(workspace):
     assert far(found[0], wanted) <= 1e-12
 
 
-@pytest.mark.parametrize("workspace", [{}, HOST, "deferred"])
+@pytest.mark.parametrize("workspace", [{}, HOST, DEFERRED])
 @pytest.mark.parametrize("one", [False, True])
 def test_no_weight_is_no_gradient(workspace, one):
     """The loss is zero, and so are the gradients: momentum and decay go on alone."""
@@ -175,7 +145,7 @@ def test_no_weight_is_no_gradient(workspace, one):
         params = layered.parameters(2, dtype=jnp.float64)
         found = trained(tx, params, batches, workspace=workspace, one=one)
         adamw = optax.adamw(0.01)
-        params, state, _ = by_optax(adamw, params, batches[:1])
+        params, state, _ = by_optax(whole_loss, adamw, params, batches[:1])
         updates, state = adamw.update(
             jax.tree.map(jnp.zeros_like, params), state, params
         )
@@ -187,7 +157,6 @@ def test_no_weight_is_no_gradient(workspace, one):
 @pytest.mark.parametrize("max_norm", [None, MOST])
 def test_devices_with_unequal_tokens(max_norm):
     """Over eight devices, of which each holds other numbers of tokens."""
-    clip = max_norm and optax.clip_by_global_norm(max_norm)
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     place = NamedSharding(mesh, P(None, "data"))
     with jax.enable_x64(True):
@@ -196,11 +165,9 @@ def test_devices_with_unequal_tokens(max_norm):
         params = layered.parameters(3, dtype=jnp.float64)
         divided = jax.device_put(batch, place)
         whole = jax.device_put(params, NamedSharding(mesh, P()))
-        wanted = by_optax(optax.adamw(0.01), params, [batch], clip)
+        wanted = by_optax(whole_loss, optax.adamw(0.01), params, [batch], max_norm)
         for workspace in ({}, HOST):
-            found = trained(
-                tx, whole, [divided], workspace=workspace, max_norm=max_norm
-            )
+            found = trained(tx, whole, [divided], workspace, max_norm=max_norm)
             assert far(found, wanted) <= 1e-12
 
 
@@ -260,12 +227,10 @@ def test_metrics_and_weights_take_no_gradient():
     params, batch = layered.parameters(2), batch_of(0, (5, 16), jnp.float32)
     results = []
     for how in (epilogue, made):
-        tx = po.paged_sgd(0.1)
-        step = po.layerwise_step(
-            po.LayerwiseModel(prologue, layer, how), tx, accumulate=True
-        )
-        workspace = po.GradientWorkspace.allocate(params["layers"])
-        results.append(jax.jit(step)(params, tx.init(params), workspace, batch))
+        tx, model = po.paged_sgd(0.1), po.LayerwiseModel(prologue, layer, how)
+        step = po.layerwise_step(model, tx, accumulate=True)
+        given = params, tx.init(params), model.workspace(params), batch
+        results.append(jax.jit(step)(*given))
     found, wanted = results
     assert far(found[0], wanted[0]) == 0
     total = wanted[3].metrics["total"]
@@ -273,14 +238,12 @@ def test_metrics_and_weights_take_no_gradient():
 
 
 @pytest.mark.parametrize("weights", [(0.0, 3.0), (1.0, -1.0, 2.0), (2.0, 0.0, 1.0)])
-@pytest.mark.parametrize("workspace", [{}, HOST, "deferred"])
-def test_totals_beside_tokens(monkeypatch, workspace, weights):
+@pytest.mark.parametrize("workspace", [{}, HOST, DEFERRED])
+def test_totals_beside_tokens(workspace, weights):
     """A micro-batch of no weight, or all until then, may have a total all the same."""
 
-    of_tokens = epilogue
-
     def with_balance(rest, x, kept, batch):
-        loss, _ = of_tokens(rest, x, kept, batch)
+        loss, _ = epilogue(rest, x, kept, batch)
         return po.WeightedLoss(loss.total + kept.sum(), batch["weight"])
 
     def whole(params, batch):
@@ -294,14 +257,14 @@ def test_totals_beside_tokens(monkeypatch, workspace, weights):
             total = total + with_balance(params, x, kept, each).total
         return total / sum(weights)
 
-    monkeypatch.setitem(globals(), "whole_loss", whole)
     with jax.enable_x64(True):
         counts = [0 if weight == 0 else 9 for weight in weights]
         batch = batch_of(0, counts) | {"weight": jnp.array(weights)}
         parameters = layered.parameters(2, dtype=jnp.float64)
-        wanted = by_optax(optax.sgd(1.0), parameters, [batch])
-        monkeypatch.setitem(globals(), "epilogue", with_balance)
-        found = trained(po.paged_sgd(1.0), parameters, [batch], workspace=workspace)
+        wanted = by_optax(whole, optax.sgd(1.0), parameters, [batch])
+        model = po.LayerwiseModel(prologue, layer, with_balance)
+        given = parameters, [batch], workspace
+        found = trained(po.paged_sgd(1.0), *given, model=model)
     assert far(found[0], wanted[0]) <= 1e-11
 
 
@@ -312,11 +275,8 @@ def test_gradients_have_the_parameters_dtype(dtype):
     batch = batch_of(0, (9, 3), jnp.float32)
     masters = {} if dtype is None else {"master_dtype": "float32"}
     tx = po.paged_adamw(0.01, **SETTINGS, **masters)
-    step = po.layerwise_step(
-        po.LayerwiseModel(prologue, layer, epilogue), tx, accumulate=True
-    )
-    workspace = po.GradientWorkspace.allocate(params["layers"], dtype=dtype)
-    given = params, tx.init(params), workspace
+    step = po.layerwise_step(MODEL, tx, accumulate=True)
+    given = params, tx.init(params), MODEL.workspace(params, dtype=dtype)
     found = jax.eval_shape(step, *given, batch)[:3]
     types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     assert types(found) == types(given)

@@ -43,8 +43,7 @@ def test_resident_optax_on_h200():
 
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_reference_shapes(compile_for):
-    """3.35 B parameters in float32, 13.4 GB of them: 15.2 GB in all, and transfers
-    of the moments are open while the backward pass computes."""
+    """Of 13.4 GB of parameters 15.2 GB; the backward pass computes beside transfers."""
     report = compile_for(decoder.layerwise(REFERENCE, po.paged_adamw(1e-4)))
     in_place(report)
     assert report.device_total <= 15.2 * GB
@@ -121,11 +120,7 @@ BY_KERNELS = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("weights_on_host", "host_dtype"),
-    [
-        pytest.param(False, None, marks=BY_KERNELS),
-        (False, jnp.float32),
-        (True, None),
-    ],
+    [pytest.param(False, None, marks=BY_KERNELS), (False, jnp.float32), (True, None)],
 )
 def test_addresses_on_h200(weights_on_host, host_dtype):
     """Each transfer starts at a layer and goes on to the next, up or down.

@@ -6,28 +6,20 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import paged_optax as po
-from helpers.moments import (
-    BUDGET,
-    MOMENTS,
-    WRAPPERS,
-    adam,
-    small,
-)
+from helpers.moments import BUDGET, MOMENTS, WRAPPERS, adam, place_on, small
 from helpers.reference import ALIASES, SMALL_PAGES, kinds
 from helpers.small import DEVICE, HOST
 from paged_optax.backend.memory import on_host
 
+_BUDGET = {"device_budget": BUDGET}
 ABSTRACT = {
-    **{
-        name: lambda name=name: WRAPPERS[name](adam(device_budget=BUDGET))
-        for name in WRAPPERS
-    },
+    **{x: lambda x=x: WRAPPERS[x](adam(**_BUDGET)) for x in WRAPPERS},
     **{
         alias: lambda alias=alias: getattr(po, alias)(
-            1e-2, device_budget=BUDGET, **ALIASES[alias][1], **SMALL_PAGES
+            1e-2, **_BUDGET, **ALIASES[alias][1], **SMALL_PAGES
         )
         for alias in MOMENTS
     },
@@ -46,9 +38,7 @@ def test_abstract_state_is_that_of_init(name):
     for given in (params, shapes):
         target = po.abstract_state(tx, given)
         assert jax.tree.structure(target) == jax.tree.structure(state)
-        for x, wanted in zip(
-            jax.tree.leaves(target), jax.tree.leaves(state), strict=True
-        ):
+        for x, wanted in zip(*map(jax.tree.leaves, (target, state)), strict=True):
             assert isinstance(x, jax.ShapeDtypeStruct)
             assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
             assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
@@ -78,11 +68,7 @@ def test_abstract_state_allocates_nothing():
 
 @pytest.mark.parametrize("where", ["device", "mesh"])
 def test_abstract_state_is_beside_the_parameters(where):
-    if where == "device":
-        sharding = SingleDeviceSharding(jax.devices()[3])
-    else:
-        mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-        sharding = NamedSharding(mesh, PartitionSpec("x"))
+    sharding = place_on(where)
     params = jax.device_put({name: small()[name] for name in "ab"}, sharding)
     tx = adam(device_budget=BUDGET)
     state = tx.init(params)
@@ -91,9 +77,7 @@ def test_abstract_state_is_beside_the_parameters(where):
     )
     for given in (params, shapes):
         target = po.abstract_state(tx, given)
-        for x, wanted in zip(
-            jax.tree.leaves(target[0]), jax.tree.leaves(state[0]), strict=True
-        ):
+        for x, wanted in zip(*map(jax.tree.leaves, (target[0], state[0])), strict=True):
             # A count of `init` is committed nowhere; a restored one must be with them.
             place = wanted.sharding if x.ndim else sharding
             place = place.with_memory_kind(wanted.sharding.memory_kind)
@@ -135,8 +119,7 @@ def test_state_shardings_are_those_of_init(boxes, codec):
 
 
 def test_state_shardings_by_a_prefix():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    sharding = place_on("mesh")
     params = {name: small()[name] for name in "ab"}
     one = po.state_shardings(adam(), params, sharding)
     assert one == po.state_shardings(adam(), params, dict.fromkeys("ab", sharding))
@@ -144,7 +127,5 @@ def test_state_shardings_by_a_prefix():
 
 
 def test_an_uneven_sharding_is_refused():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec("x"))
     with pytest.raises(ValueError, match="does not divide evenly"):
-        po.state_shardings(adam(), {"w": jnp.ones((3, 4))}, {"w": sharding})
+        po.state_shardings(adam(), {"w": jnp.ones((3, 4))}, {"w": place_on("mesh")})

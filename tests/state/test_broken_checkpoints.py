@@ -1,7 +1,4 @@
-"""Checkpoints on a full disk, truncated, and altered: the last good one restores.
-
-Kills while they are written are in tests/scripts/test_faults.py.
-"""
+"""Checkpoints on a full disk, truncated, and altered: the last good one restores."""
 
 import functools
 import gc

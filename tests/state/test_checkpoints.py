@@ -1,7 +1,4 @@
-"""Checkpoints: saved from host memory, restored into it, and trained on bit for bit.
-
-Orbax's restore target is `abstract_state`: it says of every leaf where it belongs.
-"""
+"""Checkpoints: saved from host memory, restored into it, and trained on bit for bit."""
 
 import functools
 
@@ -13,21 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import paged_optax as po
-from helpers.checkpoints import (
-    PAGING,
-    SHAPES,
-    WAYS,
-    assert_same,
-    bits,
-    flax_bytes,
-    flax_dict,
-    manager,
-    paged_adamw,
-    pytree,
-    standard,
-    target_of,
-    train,
-)
+from helpers import checkpoints
+from helpers.checkpoints import SHAPES, bits, paged_adamw, standard, target_of, train
 from helpers.reference import arrays, assert_equal, kinds
 from helpers.small import DEVICE, HOST
 
@@ -42,7 +26,9 @@ STATES = {
     "MultiSteps": po.MultiSteps(paged_adamw(), 3),
     "apply_if_finite": po.apply_if_finite(paged_adamw(), 3),
     "bfloat16 mu": paged_adamw(mu_dtype=jnp.bfloat16),
-    "schedule free": po.paged(optax.contrib.schedule_free_adamw(1e-2), **PAGING),
+    "schedule free": po.paged(
+        optax.contrib.schedule_free_adamw(1e-2), **checkpoints.PAGING
+    ),
 }
 
 
@@ -60,7 +46,12 @@ def begun(name):
         *((standard, name) for name in STATES),
         *(
             (way, name)
-            for way in (manager, pytree, flax_bytes, flax_dict)
+            for way in (
+                checkpoints.manager,
+                checkpoints.pytree,
+                checkpoints.flax_bytes,
+                checkpoints.flax_dict,
+            )
             for name in ("steps of its own", "MultiSteps", "bfloat16 mu")
         ),
     ],
@@ -71,7 +62,7 @@ def test_a_restored_state_is_paged_and_the_same(tmp_path, way, name):
     assert HOST in kinds(state) and DEVICE in kinds(state)
     target = target_of(tx, params)
     assert kinds(target) == kinds((params, state))
-    assert_same(way(tmp_path, (params, state), target), (params, state))
+    checkpoints.assert_same(way(tmp_path, (params, state), target), (params, state))
 
 
 @functools.cache
@@ -88,14 +79,14 @@ def in_one_go(name):
     return train(tx, params, tx.init(params), range(20))
 
 
-@WAYS
+@checkpoints.WAYS
 @pytest.mark.parametrize("name", ["adamw", "MultiSteps"])
 def test_resume_after_10_of_20_steps_is_20_straight(tmp_path, way, name):
     """Bit for bit; the tenth step of MultiSteps leaves a half-filled accumulator."""
     tx = STATES[name]
     middle = straight(name)[0]
     restored = way(tmp_path, middle, target_of(tx, middle[0]))
-    assert_same(train(tx, *restored, range(10, 20)), in_one_go(name))
+    checkpoints.assert_same(train(tx, *restored, range(10, 20)), in_one_go(name))
 
 
 # -- other transformations, other pages, other devices ----------------------------
@@ -157,7 +148,7 @@ def sharded(devices):
     }
 
 
-@pytest.mark.parametrize("way", [standard, manager, flax_bytes])
+@pytest.mark.parametrize("way", [standard, checkpoints.manager, checkpoints.flax_bytes])
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_another_number_of_devices(tmp_path, way, devices):
     """Saved over four devices, restored over others: each its own shard of it."""
@@ -198,4 +189,6 @@ def test_a_state_restored_for_parameters_on_another_device_goes_on(tmp_path):
     found, restored = standard(tmp_path, (params, state), target_of(tx, params))
     for x in jax.tree.leaves((found, restored)):
         assert x.devices() == {jax.devices()[3]}
-    assert_same(tx.update(found, restored, found), tx.update(params, state, params))
+    checkpoints.assert_same(
+        tx.update(found, restored, found), tx.update(params, state, params)
+    )

@@ -1,6 +1,7 @@
-"""Saving and restoring hold one leaf on the device at a time."""
+"""Saving and restoring: one leaf on the device at a time, and the host's memory."""
 
 import collections
+import json
 import threading
 
 import jax
@@ -8,14 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from helpers.checkpoints import (
-    assert_same,
-    flax_bytes,
-    manager,
-    paged_adamw,
-    pytree,
-    standard,
-)
+from helpers import checkpoints
+from helpers.alone import alone
+from helpers.checkpoints import flax_bytes, manager, paged_adamw, pytree, standard
 from helpers.programs import llama
 from helpers.reference import arrays
 from helpers.small import DEVICE, HOST
@@ -23,11 +19,7 @@ from paged_optax.backend.memory import nbytes
 
 
 class Watch:
-    """The most bytes that arrays held on the devices beyond those of the beginning.
-
-    A thread samples `jax.live_arrays()`, and so does every `jax.device_put`, before it
-    starts and after it is done: what Orbax and JAX make arrays with on a restore.
-    """
+    """The most bytes on the devices, at each `device_put` and in between."""
 
     def __init__(self, monkeypatch):
         self.most, self.puts = 0, collections.Counter()
@@ -74,10 +66,7 @@ class Watch:
 @pytest.mark.quick("flax_bytes")
 @pytest.mark.parametrize("way", [standard, flax_bytes, manager, pytree])
 def test_saving_and_restoring_hold_one_leaf_on_the_device(tmp_path, monkeypatch, way):
-    """The 291 leaves of Llama-3-8B at 1/64 of each size, moments alone.
-
-    What stays on the device by design is its vectors: 1/4096 of a leaf each.
-    """
+    """Of Llama-3-8B at 1/64 of each size; by design its vectors are on the device."""
     shapes = llama(hidden=64, inner=224, grouped=16, vocabulary=2004)
     assert len(jax.tree.leaves(shapes)) == 291
     tx = po.paged_adamw(1e-3, page_size="64KiB", min_paged_size="2KiB")
@@ -89,7 +78,7 @@ def test_saving_and_restoring_hold_one_leaf_on_the_device(tmp_path, monkeypatch,
     resident = po.device_bytes(state)
     with Watch(monkeypatch) as watch:
         restored = way(tmp_path, state, target)
-    assert_same(restored, state)
+    checkpoints.assert_same(restored, state)
     assert watch.most <= leaf
     # Nothing but what belongs there was ever put on the device.
     assert watch.puts[DEVICE] <= resident
@@ -103,3 +92,29 @@ def test_the_watch_sees_a_detour(tmp_path, monkeypatch):
     with Watch(monkeypatch) as watch:
         standard(tmp_path, state, jax.eval_shape(tx.init, params))
     assert watch.most >= po.host_bytes(state)
+
+
+#: By writer: saves, a step beside each, and the most over the state, in states.
+MOST = {
+    "orbax": (20, False, 0.05),
+    "orbax, async": (20, False, 0.05),
+    # A step copies what is being written: XLA:CPU does not reuse what NumPy reads.
+    "orbax, async, a step beside": (20, True, 1.1),
+    "orbax, compressed": (2, False, 1.6),
+    "pickle": (2, False, 1.1),
+    "pickle, device_get": (2, False, 0.1),
+    "flax": (2, False, 3.1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.pure
+@pytest.mark.parametrize("name", MOST)
+def test_peak_of_host_memory(name):
+    """A state of a gigabyte; what Orbax restores has its bits."""
+    saves, beside, most = MOST[name]
+    call = f"{name!r}, 1 << 30, {saves}, {beside}"
+    code = "import json; from helpers.save_memory import measure"
+    over, equal = json.loads(alone(f"{code}; print(json.dumps(measure({call})))"))
+    assert over < most
+    assert equal

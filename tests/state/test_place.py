@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import jax_utils, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
+from helpers.checkpoints import standard
 from helpers.reference import assert_equal
 from paged_optax.backend import memory
 from paged_optax.backend.memory import on_host
@@ -40,13 +40,6 @@ def device():
     return jax.devices()[0]
 
 
-def restored(state, path, target):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "state", state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path / "state", *target)
-
-
 def mistyped(x):
     """On the host by its sharding, on the device by its type."""
     if not on_host(x):
@@ -59,8 +52,8 @@ def mistyped(x):
 
 
 LOSSES = {
-    "orbax, concrete": lambda state, path: restored(state, path, [state]),
-    "orbax, no target": lambda state, path: restored(state, path, []),
+    "orbax, concrete": lambda state, path: standard(path, state, state),
+    "orbax, no target": lambda state, path: standard(path, state, None),
     "mistyped": lambda state, path: jax.tree.map(mistyped, state),
     "pickle": lambda state, path: pickle.loads(pickle.dumps(state)),
     "device_put": lambda state, path: jax.device_put(
@@ -75,8 +68,7 @@ LOSSES = {
         lambda x: x[0], jax_utils.replicate(state, devices=jax.devices()[:1])
     ),
     "on several devices": lambda state, path: jax.device_put(
-        state,
-        NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec()),
+        state, NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec())
     ),
 }
 
@@ -120,7 +112,7 @@ def test_nnx_optimizer_restored_into_itself(tmp_path):
     gradients = nnx.state(model, nnx.Param)
     optimizer.update(model, gradients)
     before = nnx.state(optimizer)
-    nnx.update(optimizer, restored(before, tmp_path, [before]))
+    nnx.update(optimizer, standard(tmp_path, before, before))
     params = nnx.state(model, nnx.Param)
     optimizer.opt_state = nnx.data(po.place_state(tx, optimizer.opt_state, params))
     assert jax.tree.structure(nnx.state(optimizer)) == jax.tree.structure(before)
@@ -138,9 +130,7 @@ def test_shapes_get_the_places_of_a_restore():
     params = nnx.state(model, nnx.Param)
     found = po.place_state(optimizer.tx, shapes.opt_state, params)
     assert jax.tree.structure(found) == jax.tree.structure(optimizer.opt_state)
-    places = zip(
-        jax.tree.leaves(found), jax.tree.leaves(optimizer.opt_state), strict=True
-    )
+    places = zip(*map(jax.tree.leaves, (found, optimizer.opt_state)), strict=True)
     for x, array in places:
         assert isinstance(x, jax.ShapeDtypeStruct)
         assert (x.shape, x.dtype) == (array.shape, array.dtype)

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import paged_optax as po
+from helpers.checkpoints import manager, standard
 from helpers.reference import kinds
 
 PAGING = {"page_size": 4096, "min_paged_size": 0}
@@ -77,24 +78,10 @@ TXS = {
 }
 
 
-def _standard(path, state):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(path / "state")
-
-
-def _pytree(path, state):
+def pytree(path, state, target):
     checkpointer = ocp.PyTreeCheckpointer()
     checkpointer.save(path / "state", state)
     return checkpointer.restore(path / "state")
-
-
-def _manager(path, state):
-    with ocp.CheckpointManager(path / "state") as manager:
-        manager.save(0, args=ocp.args.StandardSave(state))
-        manager.wait_until_finished()
-        return manager.restore(0, args=ocp.args.StandardRestore())
 
 
 def _filled(state):
@@ -119,10 +106,10 @@ def _assert_back(back, state):
 @pytest.mark.parametrize(
     ("way", "params", "tx"),
     [
-        *((_standard, params, "own steps") for params in PARAMS),
-        *((_standard, "State", tx) for tx in TXS),
-        (_pytree, "State", "8 bits"),
-        (_manager, "State", "8 bits"),
+        *((standard, params, "own steps") for params in PARAMS),
+        *((standard, "State", tx) for tx in TXS),
+        (pytree, "State", "8 bits"),
+        (manager, "State", "8 bits"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
@@ -132,7 +119,7 @@ def test_every_leaf_goes_back_into_its_place(tmp_path, way, params, tx):
     with warnings.catch_warnings():
         # Orbax warns of the missing target.
         warnings.simplefilter("ignore")
-        restored = way(tmp_path, state)
+        restored = way(tmp_path, state, None)
     _assert_back(po.place_state(tx, restored, params), state)
 
 
@@ -146,7 +133,7 @@ def test_of_an_optimizer_of_flax(tmp_path):
     state = jax.tree.unflatten(jax.tree.structure(tx.init(params)), filled)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        restored = _standard(tmp_path, nnx.state(optimizer))
+        restored = standard(tmp_path, nnx.state(optimizer), None)
     _assert_back(po.place_state(tx, restored["opt_state"], params), state)
     pure = nnx.to_pure_dict(params)
     bare = jax.tree.unflatten(jax.tree.structure(tx.init(pure)), filled)

@@ -12,13 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import paged_optax as po
 from helpers import aot
 from helpers.programs import state_on
-from helpers.reference import (
-    ALIASES,
-    SMALL_PAGES,
-    arrays,
-    assert_equal,
-    kinds,
-)
+from helpers.reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 from helpers.small import (
     ALL_PAGED,
     DEVICE,
@@ -170,20 +164,14 @@ def test_donation_of_anything_in_any_order(arguments, results, donated):
     made = {"params": small(), "state": TX.init(small())}
     plain = jax.jit(make_step(arguments, results, optax.adam(1e-2)))
     wanted = {"params": small(), "state": optax.adam(1e-2).init(small())}
+    ordered = lambda given, number: (*(given[x] for x in arguments), small(number))
+    named = lambda found: dict(zip(results, found, strict=True))
     for number in range(3):
-        old, gradients = made, small(number)
-        new = step(*(old[x] for x in arguments), gradients)
-        made = dict(zip(results, new, strict=True))
-        wanted = dict(
-            zip(
-                results,
-                plain(*(wanted[x] for x in arguments), small(number)),
-                strict=True,
-            )
-        )
+        old = ordered(made, number)
+        made, wanted = named(step(*old)), named(plain(*ordered(wanted, number)))
         assert kinds(made["state"]) == ALL_PAGED
         assert kinds(made["params"]) == [DEVICE, DEVICE]
-        for place, tree in enumerate([*(old[x] for x in arguments), gradients]):
+        for place, tree in enumerate(old):
             gone = {x.is_deleted() for x in jax.tree.leaves(tree)}
             assert gone == {place in donated}
     assert_equal(made["state"], wanted["state"])

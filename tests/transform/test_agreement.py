@@ -1,8 +1,13 @@
-"""What processes say to each other, played by threads. Real ones: test_processes.py."""
+"""Processes that disagree, as threads and real; others: scripts/test_faults.py."""
 
 import collections
+import json
 import os
+import pathlib
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
+from helpers import disagreeing
 from paged_optax.backend import processes
 
 
@@ -105,24 +111,27 @@ def test_all_are_told_of_one_that_differs(everywhere, odd):
     assert f"a is {there} in process 0, {here} in process {who}" in errors[0]
 
 
-def test_what_one_process_alone_has(everywhere):
-    errors, _ = everywhere(says(a=1, b=1), says(a=1))
-    assert "b is 1 in process 0, absent in process 1" in errors[1]
-
-
-def test_many_differences_are_counted(everywhere):
-    names = "abcdef"
-    errors, _ = everywhere(
-        says(**dict.fromkeys(names, 1)), says(**dict.fromkeys(names, 2))
-    )
-    assert "c is 1" in errors[0] and "d is 1" not in errors[0]
-    assert "and 3 more" in errors[0]
-
-
-def test_processes_that_do_different_things(everywhere):
-    other = lambda: processes.compare("init", {})
-    errors, _ = everywhere(says(a=1), other)
-    assert "the call is update in process 0, init in process 1" in errors[0]
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (says(a=1, b=1), says(a=1), ["b is 1 in process 0, absent in process 1"]),
+        (
+            *(says(**dict.fromkeys("abcdef", value)) for value in (1, 2)),
+            ["c is 1", "and 3 more"],
+        ),
+        (
+            says(a=1),
+            lambda: processes.compare("init", {}),
+            ["the call is update in process 0, init in process 1"],
+        ),
+    ],
+    ids=["absent", "many", "calls"],
+)
+def test_what_differs_is_named(everywhere, first, second, words):
+    """Of many differences three, and how many more there are."""
+    for error in everywhere(first, second)[0]:
+        assert all(word in error for word in words)
+        assert "d is 1" not in error
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -163,14 +172,9 @@ def test_the_coordinator_is_where_jax_has_it():
     from jax._src import distributed
 
     assert hasattr(distributed.global_state, "client")
-    client = jax._src.lib._jax.DistributedRuntimeClient
-    for name in (
-        "key_value_set",
-        "key_value_dir_get",
-        "blocking_key_value_get",
-        "wait_at_barrier",
-    ):
-        assert callable(getattr(client, name))
+    names = "key_value_set key_value_dir_get blocking_key_value_get wait_at_barrier"
+    for name in names.split():
+        assert callable(getattr(jax._src.lib._jax.DistributedRuntimeClient, name))
 
 
 def test_an_interrupt_while_others_are_awaited(monkeypatch):
@@ -186,3 +190,70 @@ def test_an_interrupt_while_others_are_awaited(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - begun < 100 < processes.PATIENCE
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def launch(folder):
+    """Runs two processes, of two devices each, to their ends."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    logs, running = [folder / f"process{i}.log" for i in range(2)], []
+    for number, log in enumerate(logs):
+        words = (disagreeing.__file__, number, 2, port, folder)
+        with log.open("w") as output:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, words)],
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        statuses = [process.wait(240) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert statuses == [0, 0], "\n\n".join(x.read_text() for x in logs)
+
+
+#: The words of the errors in both processes; None if they agree.
+DISAGREEMENTS = {
+    "nothing": None,
+    "nothing again": None,
+    "the page size": "page_size is 4096 in process 0, 8192 in process 1",
+    "the budget": "device_budget is 1048576 in process 0, 2097152 in process 1",
+    "the codec": "codec['mu'] is absent in process 0, 'bfloat16' in process 1",
+    "the masters": "state.master['w'] is float32[64, 64] in process 0, absent in",
+    "the rate": "constant -0.5 is absent in process 0, in the transformation in",
+    "the sharding": "how they are divided, ['w'] is",
+    "who called init": "how they are divided, ['w'] is",
+    "by jit_step": "constant 0.75 is in the transformation in process 0, absent in",
+    "layerwise, nothing": None,
+    "layerwise, the norm": "max_norm is 1.0 in process 0, 2.0 in process 1",
+    "layerwise, the page size": "page_size is 8192 in process 0, 16384 in process 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.optimized  # as what the processes compile
+def test_processes_that_disagree(tmp_path):
+    """Each gets an error that names what differs; neither waits for the other."""
+    launch(tmp_path)
+    found = [json.loads((tmp_path / f"found{i}.json").read_text()) for i in (0, 1)]
+    absent = "process 1 has not come to it within 2 seconds"
+    assert absent in found[0].pop("who comes")
+    assert found[1].pop("who comes") is None
+    assert found[0] == found[1]
+    assert [*found[0]] == [*DISAGREEMENTS]
+    for way, words in DISAGREEMENTS.items():
+        said = found[0][way]
+        assert said is None if words is None else words in said, (way, said)

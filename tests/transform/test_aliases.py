@@ -14,17 +14,14 @@ import paged_optax as po
 
 #: The design's list, and what each pages.
 NAMES = {
-    f"paged_{name}": getattr(optax, name, None) or getattr(optax.contrib, name)
-    for name in (
-        "adamw adam nadamw lion ademamix sgd rmsprop adagrad lamb lars adafactor muon"
-    ).split()
-} | {
-    "paged_adamw_32bit": optax.adamw,
-    "paged_lion_32bit": optax.lion,
-    "paged_ademamix_32bit": optax.contrib.ademamix,
-    "paged_adamw_8bit": optax.adamw,
-    "paged_lion_8bit": optax.lion,
-    "paged_ademamix_8bit": optax.contrib.ademamix,
+    f"paged_{name}{bits}": getattr(optax, name, None) or getattr(optax.contrib, name)
+    for bits, names in {
+        "": "adamw adam nadamw lion ademamix sgd rmsprop adagrad lamb lars"
+        " adafactor muon",
+        "_32bit": "adamw lion ademamix",
+        "_8bit": "adamw lion ademamix",
+    }.items()
+    for name in names.split()
 }
 
 PAGING = [
@@ -52,32 +49,21 @@ def test_exactly_the_design_is_exported():
 def test_signature_is_optax_then_paging(name):
     own = list(inspect.signature(NAMES[name]).parameters.values())
     found = list(inspect.signature(getattr(po, name)).parameters.values())
-    paging = [
-        x.replace(default="dynamic_int8")
-        if x.name == "codec" and name.endswith("_8bit")
-        else x
-        for x in PAGING
-    ]
-    key = lambda x: (x.name, x.default, x.kind)  # noqa: E731
+    coded = {"codec": "dynamic_int8"} if name.endswith("_8bit") else {}
+    paging = [x.replace(default=coded.get(x.name, x.default)) for x in PAGING]
+    key = lambda x: (x.name, x.default, x.kind)
     assert list(map(key, found)) == list(map(key, own + paging))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_taken_by_position_and_by_name(name):
-    alias = getattr(po, name)
+    alias, empty = getattr(po, name), inspect.Parameter.empty
     parameters = inspect.signature(NAMES[name]).parameters.values()
-    positional = [
-        1e-3 if x.default is inspect.Parameter.empty else x.default
-        for x in parameters
-        if x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    values = {x.name: 1e-3 if x.default is empty else x.default for x in parameters}
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positional = [values[x.name] for x in parameters if x.kind is by_position]
     assert alias(*positional, page_size="1MiB").init({}) is not None
-    defaults = {
-        x.name: x.default
-        for x in parameters
-        if x.default is not inspect.Parameter.empty
-    }
-    assert alias(**({"learning_rate": 1e-3} | defaults), min_paged_size=0) is not None
+    assert alias(**{"learning_rate": 1e-3} | values, min_paged_size=0) is not None
     with pytest.raises(TypeError, match="unheard_of"):
         alias(1e-3, unheard_of=1)
     with pytest.raises(ValueError, match="page_size"):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers import stacked
 
 PAGED: Any = {"page_size": 4096, "min_paged_size": 0}
 PARAMS: Any = {"a": jnp.full((64, 64), 0.5), "b": jnp.full((64, 64), -1.0)}
@@ -147,16 +148,11 @@ def test_a_jitted_update_in_a_layerwise_step_and_out_of_it(codec, layers):
     state = tx.init(params)
 
     def layerwise():
-        step = po.layerwise_step(
-            po.LayerwiseModel(
-                lambda rest, batch: (batch, None),
-                lambda w, x, context, i: (x + x @ w["w"], None),
-                lambda rest, x, kept, batch: jnp.mean(x**2),
-            ),
-            inside,
+        model = po.LayerwiseModel(stacked.start, stacked.layer, stacked.finish)
+        step = po.layerwise_step(model, inside)
+        return jax.eval_shape(
+            step, params, state, model.workspace(params), stacked.BATCH
         )
-        workspace = po.GradientWorkspace.allocate(params["layers"])
-        return jax.eval_shape(step, params, state, workspace, jnp.ones((4, 64)))
 
     layerwise()
     ordinary = jax.jit(inside.update)(params, state, params)

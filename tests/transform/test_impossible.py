@@ -1,5 +1,6 @@
 """What no paged state can do: errors that name the way out, and the ways out."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -46,10 +47,7 @@ def test_derivatives(derive, jit):
     state, there = ours.init(PARAMS), resident.init(PARAMS)
     with pytest.raises(ValueError, match=r"no derivative.*device_budget=None"):
         compiled(derive(loss_after(ours, state)))(PARAMS)
-    cases = [
-        (resident, there, lambda x: x),
-        (ours, state, jax.lax.stop_gradient),
-    ]
+    cases = [(resident, there, lambda x: x), (ours, state, jax.lax.stop_gradient)]
     for tx, state, cut in cases:
         wanted = derive(loss_after(plain, plain.init(PARAMS), cut))(PARAMS)
         found = compiled(derive(loss_after(tx, state, cut)))(PARAMS)
@@ -66,10 +64,13 @@ def test_derivative_by_the_learning_rate():
         jax.grad(step)(0.1)
 
 
-def listed(error):
+@contextlib.contextmanager
+def refused_by_jax(kind=ValueError):
     """The message is among those that the reference explains."""
+    with pytest.raises(kind) as error:
+        yield
     found = re.findall(r"^\| `([^`]+)`, by JAX \|", MESSAGES, re.M)
-    return any(message in str(error) for message in found)
+    assert any(message in str(error.value) for message in found)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -78,9 +79,8 @@ def test_arithmetic_on_a_state(jit):
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     _, wanted = plain.update(PARAMS, plain.init(PARAMS), PARAMS)
     norm = jax.jit(optax.tree.norm) if jit else optax.tree.norm
-    with pytest.raises(ValueError) as error:
+    with refused_by_jax():
         norm(state)
-    assert listed(error.value)
     norm = jax.jit(
         lambda s: optax.tree.norm(jax.device_put(s, jax.memory.Space.Device))
     )
@@ -89,9 +89,8 @@ def test_arithmetic_on_a_state(jit):
 
 def test_a_state_put_on_a_device():
     state = paged().init(PARAMS)
-    with pytest.raises(ValueError) as error:
+    with refused_by_jax():
         jax.device_put(state, jax.devices()[0])
-    assert listed(error.value)
     moved = jax.device_put(state, jax.memory.Space.Device)
     assert moved[0].mu["a"].sharding.memory_kind == "device"
 
@@ -109,9 +108,8 @@ def test_a_state_put_on_a_device():
 )
 def test_a_moment_in_a_function_of_jax(use):
     moment = paged().init(PARAMS)[0].mu["a"]
-    with pytest.raises(ValueError) as error:
+    with refused_by_jax():
         use(moment)
-    assert listed(error.value)
     use(jax.device_put(moment, jax.memory.Space.Device))
     assert np.histogram(moment)[0].sum() == moment.size
     assert not jnp.isnan(moment).any() and float(moment.mean()) == 0
@@ -119,9 +117,8 @@ def test_a_moment_in_a_function_of_jax(use):
 
 def test_forward_mode_in_a_jit():
     loss = jax.jit(lambda x: po.linear_cross_entropy(x, x, jnp.arange(3)).sum())
-    with pytest.raises(TypeError) as error:
+    with refused_by_jax(TypeError):
         jax.jvp(loss, (jnp.eye(3),), (jnp.eye(3),))
-    assert listed(error.value)
 
 
 @pytest.mark.parametrize("axis_type", list(AxisType)[:2], ids=str)
@@ -136,14 +133,12 @@ def test_a_state_made_in_a_jit_that_knows_no_mesh(axis_type):
         found, _ = update(params, jax.jit(tx.init)(params))
     np.testing.assert_allclose(found["a"], wanted["a"], rtol=1e-5)
     if axis_type is AxisType.Explicit:
-        with pytest.raises(ValueError) as error:
+        with refused_by_jax():
             jax.jit(tx.init)(params)
-        assert listed(error.value)
         return
     state = jax.jit(tx.init)(params)
-    with pytest.raises(ValueError) as error:
+    with refused_by_jax():
         update(params, state)
-    assert listed(error.value)
     way_out = r"by paged_optax.place_state\(tx, state, params\)"
     with pytest.raises(ValueError, match=way_out):
         tx.update(params, state)
@@ -159,9 +154,8 @@ def test_pmap():
     gradients = jax.tree.map(lambda x: jnp.stack([x] * count), PARAMS)
     tx = paged()
     step = jax.pmap(lambda g, s: tx.update(g, s)[0], in_axes=(0, None))
-    with pytest.raises(ValueError) as error:
+    with refused_by_jax():
         step(gradients, tx.init(PARAMS))
-    assert listed(error.value)
     state = jax.pmap(tx.init)(gradients)
     with pytest.warns(UserWarning, match="in device memory"):
         updates, _ = jax.pmap(tx.update)(gradients, state)

@@ -61,41 +61,23 @@ def placements(tree):
     return found
 
 
+DTYPES = ("dtype", "gradients")
+#: Settings of Optax's optimizers, of AdamW under other names; and dtypes.
 CASES: Any = {
-    "adamw": (po.paged_adamw, optax.adamw, {}, jnp.float32, jnp.float32),
-    "gradients in bfloat16": (po.paged_adamw, optax.adamw, {}, None, jnp.bfloat16),
-    "mu in bfloat16": (
-        po.paged_adamw,
-        optax.adamw,
-        {"mu_dtype": jnp.bfloat16},
-        jnp.float32,
-        jnp.float32,
-    ),
-    "mu in float32": (
-        po.paged_adamw,
-        optax.adamw,
-        {"mu_dtype": jnp.float32},
-        jnp.bfloat16,
-        jnp.bfloat16,
-    ),
-    "adagrad": (po.paged_adagrad, optax.adagrad, {}, jnp.float32, jnp.float32),
-    "lamb": (po.paged_lamb, optax.lamb, {}, jnp.float32, jnp.float32),
-    "lars": (po.paged_lars, optax.lars, {}, jnp.float32, jnp.float32),
-    "muon": (po.paged_muon, optax.contrib.muon, {}, jnp.float32, jnp.float32),
-    "adafactor": (
-        po.paged_adafactor,
-        optax.adafactor,
-        {"min_dim_size_to_factor": 8},
-        jnp.float32,
-        jnp.float32,
-    ),
-    "fromage": (
-        lambda lr, **settings: po.paged(optax.fromage(lr), **settings),
-        optax.fromage,
-        {},
-        jnp.float32,
-        jnp.float32,
-    ),
+    "adamw": {},
+    "gradients in bfloat16": {"gradients": "bfloat16"},
+    "mu in bfloat16": {"mu_dtype": "bfloat16"},
+    "mu in float32": {
+        "mu_dtype": "float32",
+        "dtype": "bfloat16",
+        "gradients": "bfloat16",
+    },
+    "adagrad": {},
+    "lamb": {},
+    "lars": {},
+    "muon": {},
+    "adafactor": {"min_dim_size_to_factor": 8},
+    "fromage": {},
 }
 
 
@@ -106,20 +88,21 @@ CASES: Any = {
 )
 def test_numbers_on_explicit_axes(case, jit_init):
     """Optax's numbers; each moment stays where and as `init` made it."""
-    ours, plain, settings, dtype, gradient_dtype = CASES[case]
-    dtype = dtype or jnp.float32
-    params = reference.arrays(dtype, 0, SHAPES)
-    gradients = reference.arrays(gradient_dtype, 1, SHAPES)
-    wanted, wanted_state, _ = train(plain(1e-2, **settings), params, gradients)
+    settings = dict(CASES[case])
+    dtypes = [settings.pop(name, "float32") for name in DTYPES]
+    of = getattr(optax, case, None) or getattr(optax.contrib, case, optax.adamw)
+    plain = of(1e-2, **settings)
+    params, gradients = (reference.arrays(x, n, SHAPES) for n, x in enumerate(dtypes))
+    wanted, wanted_state, _ = train(plain, params, gradients)
     mesh = mesh_of(EXPLICIT)
     with jax.set_mesh(mesh):
         updates, state, before = train(
-            ours(1e-2, **settings, **PAGED),
+            po.paged(plain, **PAGED),
             divided(params, mesh, SPECS),
             divided(gradients, mesh, SPECS),
             jit_init=jit_init,
         )
-    low = jnp.bfloat16 in (dtype, gradient_dtype, settings.get("mu_dtype"))
+    low = "bfloat16" in (*dtypes, settings.get("mu_dtype"))
     close = {"rtol": 2e-2, "atol": 1e-4} if low else {"rtol": 1e-5, "atol": 1e-6}
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(np.float32(x), np.float32(y), **close),

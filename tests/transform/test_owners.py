@@ -58,9 +58,7 @@ def test_every_moment_is_paged_as_its_parameters(name, inner):
     tx = po.paged(inner, **SMALL_PAGES)
     state, plain = tx.init(params), inner.init(params)
     coded = po.paged(inner, codec="bfloat16", **SMALL_PAGES).init(params)
-    for large, stored in zip(
-        jax.tree.leaves(state), jax.tree.leaves(coded), strict=True
-    ):
+    for large, stored in zip(*map(jax.tree.leaves, (state, coded)), strict=True):
         assert large.sharding.memory_kind == (HOST if large.ndim else DEVICE)
         assert stored.dtype == (jnp.bfloat16 if large.ndim else jnp.int32)
     for _ in range(2):

@@ -5,19 +5,9 @@ import numpy as np
 import pytest
 
 import paged_optax as po
+from helpers import activity
 from helpers import small as trees
-from helpers.activity import (
-    WAYS,
-    adam,
-    assert_partial,
-    flag,
-    full,
-    nested,
-    on_the_device,
-    shared_updates,
-    small,
-    started,
-)
+from helpers.activity import WAYS, adam, assert_partial, flag, nested, small, started
 from helpers.reference import assert_equal
 
 
@@ -31,12 +21,12 @@ def test_ways_to_say_what_is_active(way, paging):
     """Static or traced, one bool or a tree or a prefix: eager and jitted alike."""
     active, gates = WAYS[way]
     tx, state = started(**paging)
-    _, jitted = shared_updates(*paging.items())
-    wanted = full(state)
+    _, jitted = activity.shared_updates(*paging.items())
+    wanted = activity.full(state)
     gradients, params = nested(3), nested()
     for found in (
         tx.update(gradients, state, params, active=active),
-        tx.update(gradients, state, params, active=on_the_device(active)),
+        tx.update(gradients, state, params, active=activity.on_the_device(active)),
         jitted(gradients, state, params, active),
     ):
         assert_partial(found, state, gates, wanted=wanted)

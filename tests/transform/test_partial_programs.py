@@ -10,22 +10,10 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot
+from helpers import aot, programs
 from helpers.activity import adam, chosen, on_the_device, small
 from helpers.gates import bound_of, loop_around
 from helpers.hlo import Computations
-from helpers.programs import (
-    COMPILERS,
-    MIB,
-    assert_addresses,
-    assert_in_place,
-    leaf_shapes,
-    on_device,
-    shardings,
-    state_on,
-    transfers,
-    updating,
-)
 from helpers.reference import SMALL_PAGES
 from helpers.small import counting
 
@@ -115,7 +103,10 @@ def gated(tx, params, static=None):
 
     def build(mesh):
         device, _ = aot.placements(mesh)
-        gradients, state = on_device(mesh, params), state_on(mesh, tx, params)
+        gradients, state = (
+            programs.on_device(mesh, params),
+            programs.state_on(mesh, tx, params),
+        )
         flags = {
             name: jax.ShapeDtypeStruct((), jnp.bool_, sharding=device)
             for name in params
@@ -128,7 +119,7 @@ def gated(tx, params, static=None):
         jitted = jax.jit(
             update,
             donate_argnums=(1, 2),
-            out_shardings=(shardings(gradients), shardings(state)),
+            out_shardings=(programs.shardings(gradients), programs.shardings(state)),
         )
         return jitted, (flags, gradients, state, gradients)
 
@@ -159,12 +150,12 @@ _SAME_FLAG = {"parameter", "convert", "copy", "fusion", "bitcast", "copy-done"}
 
 
 @pytest.mark.compiler
-@COMPILERS
+@programs.COMPILERS
 def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
     """Every transfer is in a loop from 0 to a parameter's own flag: 0 moves no byte."""
-    params = leaf_shapes(COMPILED)
+    params = programs.leaf_shapes(COMPILED)
     report = compile_for(gated(po.paged_adamw(1e-3, page_size="1MiB"), params))
-    assert_in_place(report)
+    programs.assert_in_place(report)
     program = Computations(report.hlo)
     found = [flag_above(program, name) for name in host_transfers(program)]
     count = {
@@ -173,7 +164,7 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
     }
     # mu and nu, in and out; the odd leaf has a last page beside a loop's on a TPU, and
     # beside one full page on a GPU.
-    loop = transfers(compile_for)
+    loop = programs.transfers(compile_for)
     odd = (loop if compile_for is aot.v5e else 4) + 4
     assert count == {"even": loop, "odd": odd, "single": 4}
     assert len(found) == sum(count.values())
@@ -182,15 +173,18 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
 
 @pytest.mark.quick("h200")
 @pytest.mark.compiler
-@COMPILERS
+@programs.COMPILERS
 def test_flags_cost_no_scratch(compile_for):
     """Gated leaves are in place as others are, and one at a time."""
-    params = leaf_shapes({f"leaf{i}": (4096, 1024) for i in range(6)})
+    params = programs.leaf_shapes({f"leaf{i}": (4096, 1024) for i in range(6)})
     tx = po.paged_adamw(1e-3, page_size="1MiB", per_parameter_steps=True)
-    report, plain = compile_for(gated(tx, params)), compile_for(updating(tx, params))
-    assert_in_place(report)
-    assert report.host_arguments == plain.host_arguments == 2 * 6 * 16 * MIB
-    assert report.device_temp <= plain.device_temp + MIB
+    report, plain = (
+        compile_for(gated(tx, params)),
+        compile_for(programs.updating(tx, params)),
+    )
+    programs.assert_in_place(report)
+    assert report.host_arguments == plain.host_arguments == 2 * 6 * 16 * programs.MIB
+    assert report.device_temp <= plain.device_temp + programs.MIB
 
 
 @pytest.mark.compiler
@@ -198,24 +192,22 @@ def test_flags_cost_no_scratch(compile_for):
 def test_addresses_under_flags(page_size):
     """Every transfer of the H200 program covers exactly its page."""
     shape, leaves = (4096, 1024), 3
-    params = leaf_shapes({f"leaf{i}": shape for i in range(leaves)})
+    params = programs.leaf_shapes({f"leaf{i}": shape for i in range(leaves)})
     report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
-    assert_addresses(report, shape, int(page_size[0]) * MIB, leaves)
+    programs.assert_addresses(report, shape, int(page_size[0]) * programs.MIB, leaves)
 
 
 @pytest.mark.compiler
-@COMPILERS
+@programs.COMPILERS
 def test_what_is_off_is_compiled_away(compile_for):
     """A leaf off when traced: its moments are handed through, and nothing travels."""
-    params = leaf_shapes(COMPILED)
+    params = programs.leaf_shapes(COMPILED)
     tx = po.paged_adamw(1e-3, page_size="1MiB")
     report = compile_for(gated(tx, params, {"odd": False, "even": True}))
-    assert report.host_temp == 0
-    assert report.host_aliased == report.host_outputs
-    loop = transfers(compile_for)
-    assert report.transfers == loop + 4
-    assert len(host_transfers(Computations(report.hlo))) == loop + 4
     nothing = compile_for(gated(tx, params, dict.fromkeys(params, False)))
-    assert nothing.transfers == 0
-    assert nothing.host_temp == 0
-    assert nothing.host_aliased == nothing.host_outputs
+    loop = programs.transfers(compile_for)
+    assert len(host_transfers(Computations(report.hlo))) == loop + 4
+    for found, count in ((report, loop + 4), (nothing, 0)):
+        assert found.transfers == count
+        assert found.host_temp == 0
+        assert found.host_aliased == found.host_outputs

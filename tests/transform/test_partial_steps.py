@@ -11,15 +11,8 @@ import optax
 import pytest
 
 import paged_optax as po
+from helpers import reference
 from helpers.activity import NAMES, ULPS, adam, chosen, flag, on_the_device, small
-from helpers.reference import (
-    ALIASES,
-    SMALL_PAGES,
-    assert_equal,
-    distances,
-    kinds,
-    largest,
-)
 from helpers.small import DEVICE
 
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 10)
@@ -28,7 +21,7 @@ SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 10)
 @functools.cache
 def alone(alias):
     """Plain Optax for one parameter: its transformation and jitted update."""
-    optimizer, kwargs = ALIASES[alias]
+    optimizer, kwargs = reference.ALIASES[alias]
     inner = optimizer(SCHEDULE, **kwargs)
     return inner, jax.jit(inner.update), jax.jit(optax.apply_updates)
 
@@ -53,8 +46,8 @@ def trajectories(alias, activity):
 
 @functools.cache
 def own_steps(alias):
-    _, kwargs = ALIASES[alias]
-    paging = SMALL_PAGES | {"per_parameter_steps": True}
+    _, kwargs = reference.ALIASES[alias]
+    paging = reference.SMALL_PAGES | {"per_parameter_steps": True}
     tx = getattr(po, alias)(SCHEDULE, **kwargs, **paging)
     return tx, jax.jit(lambda g, s, p, a: tx.update(g, s, p, active=a))
 
@@ -75,18 +68,18 @@ def assert_own_trajectories(alias, activity, update=None):
             if change is None:
                 assert not updates[name].any()
                 continue
-            scale = largest([start, change, wanted])
-            apart = distances([wanted], [new[name]], [scale])
+            scale = reference.largest([start, change, wanted])
+            apart = reference.distances([wanted], [new[name]], [scale])
             assert max(apart.values(), default=0) <= ulps, (alias, name)
-    assert "pinned_host" in kinds(state)
+    assert "pinned_host" in reference.kinds(state)
     for i, name in enumerate(NAMES):
         states = [past[3] for past in right[name]]
         assert int(po.get_step(state, name)) == sum(gates[i] for gates in activity)
         ours = dict(_of(state, name))
         for (path, wanted), (_, scale) in zip(
-            _of(states[-1], name), _of(largest(states), name), strict=True
+            _of(states[-1], name), _of(reference.largest(states), name), strict=True
         ):
-            apart = distances([wanted], [ours.pop(path)], [scale])
+            apart = reference.distances([wanted], [ours.pop(path)], [scale])
             assert max(apart.values(), default=0) <= state_ulps, (name, path)
         assert not ours
 
@@ -151,15 +144,15 @@ def test_counts_of_resident_parameters_stand_still_too():
         "v": 1,
         "s": 1,
     }
-    assert_equal(new[0].mu["w"], state[0].mu["w"])
-    assert set(kinds(new)) == {DEVICE}
+    reference.assert_equal(new[0].mu["w"], state[0].mu["w"])
+    assert set(reference.kinds(new)) == {DEVICE}
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_hyperparameters_injected_inside_are_refused(jit):
     """They are one value for all, and follow from the count."""
     inner = optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE)
-    tx = po.paged(inner, per_parameter_steps=True, **SMALL_PAGES)
+    tx = po.paged(inner, per_parameter_steps=True, **reference.SMALL_PAGES)
     state = tx.init(small())
     update = lambda: tx.update(small(), state, small())
     with pytest.raises(ValueError) as error:
@@ -171,7 +164,7 @@ def test_hyperparameters_injected_inside_are_refused(jit):
 
 def test_hyperparameters_injected_around():
     def build(learning_rate):
-        paging = SMALL_PAGES | {"per_parameter_steps": True}
+        paging = reference.SMALL_PAGES | {"per_parameter_steps": True}
         return po.paged_adamw(learning_rate, **paging)
 
     tx = optax.inject_hyperparams(build)(learning_rate=SCHEDULE)
@@ -195,7 +188,7 @@ def test_a_count_that_follows_from_a_gradient():
     """Inside, for a single parameter, `apply_if_finite` is within one leaf."""
     params = {"w": small()["w"]}
     inner = optax.apply_if_finite(optax.adam(1e-2), 2)
-    tx = po.paged(inner, per_parameter_steps=True, **SMALL_PAGES)
+    tx = po.paged(inner, per_parameter_steps=True, **reference.SMALL_PAGES)
     state = tx.init(params)
     _, state = tx.update(params, state, params)
     _, state = tx.update({"w": params["w"] * jnp.nan}, state, params)

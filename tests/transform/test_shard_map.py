@@ -144,12 +144,12 @@ def test_around(name):
     assert_as_optax(build(paged), build(lambda inner: inner), **how)
 
 
-@pytest.mark.parametrize("kept", ["copies", "remainders"])
+@pytest.mark.parametrize(
+    "kept", [{"master_dtype": "float32"}, {"master_remainders": True}], ids=str
+)
 def test_masters(kept):
     """As without a `shard_map`, bit for bit."""
-    how = {"copies": {"master_dtype": "float32"}, "remainders": {}}[kept]
-    how |= {"master_remainders": kept == "remainders"}
-    build = lambda: po.paged(adamw(), **PAGES, **how)
+    build = lambda: po.paged(adamw(), **PAGES, **kept)
     found, before, after = train(build(), dtype=jnp.bfloat16)
     reference.assert_equal(found, train(build(), dtype=jnp.bfloat16, manual="")[0])
     assert before == after
@@ -157,19 +157,12 @@ def test_masters(kept):
 
 #: Blocks are rows, or run on; scales have a row for each part; codes share words along
 #: another axis than they would if a part were all.
-CODED = {
-    "rows": (64, 128),
-    "both": (64, 128),
-    "columns": (64, 1024),
-    "stack": (4, 64, 65),
-    "words": (64, 64),
-}
-CODED_SPECS = {
-    "rows": P("x"),
-    "both": P("x", "y"),
-    "columns": P(None, ("x", "y")),
-    "stack": P("x"),
-    "words": P(None, "x"),
+CODED: Any = {
+    "rows": ((64, 128), P("x")),
+    "both": ((64, 128), P("x", "y")),
+    "columns": ((64, 1024), P(None, ("x", "y"))),
+    "stack": ((4, 64, 65), P("x")),
+    "words": ((64, 64), P(None, "x")),
 }
 
 
@@ -181,7 +174,8 @@ CODED_SPECS = {
 def test_codecs(codec, axis_type):
     """As without a `shard_map`, also where a part has too few values to be coded."""
     build = lambda: po.paged(adamw(), codec=codec, **PAGES)
-    how = {"shapes": CODED, "specs": CODED_SPECS, "axis_type": axis_type}
+    shapes, specs = ({k: x[n] for k, x in CODED.items()} for n in (0, 1))
+    how = {"shapes": shapes, "specs": specs, "axis_type": axis_type}
     found, before, after = train(build(), **how)
     wanted, *_ = train(build(), manual="", **how)
     reference.assert_equal(found[1], wanted[1])
@@ -286,10 +280,7 @@ def counting():
 
 @pytest.mark.parametrize("codec", ["dynamic_int8", "bfloat16"])
 def test_moments_of_no_gradient(codec):
-    """They are stored as any other, though a part has as few values as what is shared.
-
-    And they vary over the mesh as what they replace.
-    """
+    """They are stored as any other, and vary over the mesh as what they replace."""
     tx = po.paged(counting(), codec=codec, **PAGES)
     how = {"specs": {"w": P("x", "y")}, "shapes": {"w": (64, 128)}}
     (_, found), before, after = train(tx, **how)

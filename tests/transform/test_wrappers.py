@@ -12,12 +12,7 @@ import pytest
 import paged_optax as po
 from helpers import apart, wrapped
 from helpers.reference import arrays, assert_equal, kinds
-from helpers.wrapped import (
-    CASES,
-    PAGING,
-    as_paged,
-    itself,
-)
+from helpers.wrapped import CASES, PAGING, as_paged, itself
 
 
 @pytest.fixture(scope="module")

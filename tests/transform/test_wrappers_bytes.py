@@ -5,36 +5,21 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot
+from helpers import aot, programs
 from helpers.gates import bound_of, loops_over_host
 from helpers.hlo import Computations
-from helpers.programs import (
-    COMPILERS,
-    MIB,
-    on_device,
-    shardings,
-    square,
-    state_on,
-    transfers,
-)
+from helpers.programs import COMPILERS, shardings, square, state_on, transfers
 from helpers.wrapped import every_third
 
 LEAF = 4096 * 4096 * 4
 SKIPPING = {
-    "MultiSteps": lambda of, tx: of.MultiSteps(tx, 4),
-    "apply_if_finite": lambda of, tx: of.apply_if_finite(tx, 3),
-    "conditionally_transform": lambda of, tx: of.conditionally_transform(
-        tx, every_third
-    ),
-    "conditionally_mask": lambda of, tx: of.conditionally_mask(tx, every_third),
+    "MultiSteps": 4,
+    "apply_if_finite": 3,
+    "conditionally_transform": every_third,
+    "conditionally_mask": every_third,
 }
 #: What the trip count of every page loop follows from.
-DECIDES = {
-    "MultiSteps": "mini_step",
-    "apply_if_finite": "notfinite_count",
-    "conditionally_transform": "state_step",
-    "conditionally_mask": "state_step",
-}
+DECIDES = {"MultiSteps": "mini_step", "apply_if_finite": "notfinite_count"}
 #: Leaves of scratch besides the pages. A gradient that is handed through must outlive
 #: the update that may replace it; XLA:TPU keeps two accumulators beside theirs.
 BESIDE = {
@@ -52,7 +37,7 @@ def stepping(tx, params):
         return optax.apply_updates(params, updates), state, updates
 
     def build(mesh):
-        args = on_device(mesh, params), state_on(mesh, tx, params)
+        args = programs.on_device(mesh, params), state_on(mesh, tx, params)
         args = (*args, args[0])
         jitted = jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=shardings(args))
         return jitted, args
@@ -75,19 +60,15 @@ def used_outside(program):
 @COMPILERS
 @pytest.mark.parametrize("name", SKIPPING)
 def test_a_skipped_step_moves_no_byte(compile_for, name):
-    """Everything in place, and a predicate is the trip count of all that is moved.
-
-    Host memory is touched inside loops alone, whose trip count is a converted bool that
-    follows from the wrapper's own counter: 0 on a step that is skipped.
-    """
-    tx = SKIPPING[name](po, po.paged_adamw(1e-3, page_size="8MiB"))
+    """In place, and every trip count follows from the wrapper's counter, by a bool."""
+    tx = getattr(po, name)(po.paged_adamw(1e-3, page_size="8MiB"), SKIPPING[name])
     report = compile_for(stepping(tx, square(4)))
     assert report.host_temp == 0
     assert report.host_aliased == report.host_outputs == report.host_arguments
     assert report.host_arguments == 2 * 4 * LEAF
     assert 0 <= report.device_outputs - report.device_aliased < 2**16
     beside = BESIDE.get((name, compile_for), 0)
-    assert report.device_temp <= 48 * MIB + beside * LEAF
+    assert report.device_temp <= 48 * programs.MIB + beside * LEAF
     program = Computations(report.hlo)
     assert used_outside(program) == []
     loops = loops_over_host(program)
@@ -95,7 +76,7 @@ def test_a_skipped_step_moves_no_byte(compile_for, name):
     assert report.transfers == 4 * transfers(compile_for)
     for bound in (bound_of(program, loop) for loop in loops):
         assert any("pred[]" in x.types for x in bound.values())
-        assert any(DECIDES[name] in x for x in bound)
+        assert any(DECIDES.get(name, "state_step") in x for x in bound)
 
 
 @pytest.mark.compiler

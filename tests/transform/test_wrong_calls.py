@@ -54,10 +54,7 @@ def on_a_sick_backend(monkeypatch):
 
 @pytest.fixture
 def beside(monkeypatch):
-    """Calls a function in the second of two processes.
-
-    The first one has other pages, or never comes.
-    """
+    """Calls in the second of two processes; the first differs, or never comes."""
     values, right = {}, processes.compare
 
     class Store:
