@@ -142,12 +142,5 @@ def run(name: str) -> dict[str, dict[str, float]]:
     )
 
 
-def _outcome(name: str) -> Any:
-    try:
-        return run(name)
-    except Exception as error:  # one case must not hide the others
-        return f"{type(error).__name__}: {error}"
-
-
 if __name__ == "__main__":
-    apart.answer(_outcome)
+    apart.answer(run)

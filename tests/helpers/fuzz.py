@@ -8,7 +8,6 @@ for, see `apart`; the flags are those of `exact`.
 import contextlib
 import functools
 import gc
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
-from helpers import apart, exact, quick_compiler, reference
+from helpers import apart, broken, exact, quick_compiler, reference
 from helpers import fuzz_masters as masters
 from helpers import fuzz_parts as parts
 from helpers.fuzz_leaves import (
@@ -38,15 +37,9 @@ from paged_optax.engine import transfers
 #: `ynn::define_static_transpose` now and then reads what is not there when a sum first
 #: runs, and ends the process (jaxlib 0.10.2: four of four that ran one such recipe for
 #: two minutes; none without).
-FLAGS = " ".join(
-    (
-        f"{exact.FLAGS} --xla_force_host_platform_device_count=8",
-        "--xla_cpu_experimental_ynn_fusion_type=",
-        *(
-            f"--{name}={value}".lower()
-            for name, value in quick_compiler.OPTIONS.items()
-        ),
-    )
+FLAGS = (
+    f"{exact.FLAGS} {quick_compiler.FLAGS} --xla_force_host_platform_device_count=8"
+    " --xla_cpu_experimental_ynn_fusion_type="
 )
 
 Recipe = dict[str, Any]
@@ -321,30 +314,7 @@ def forget() -> None:
     gc.collect()
 
 
-def outcome(recipe: str) -> Any:
-    """The distances of a recipe in JSON, or what went wrong."""
-    try:
-        return run(json.loads(recipe))
-    except Exception as error:  # one case must not hide the others
-        return f"{type(error).__name__}: {error}"
-
-
-def serve() -> None:
-    """Answers with the distances of the recipes that it is asked for."""
-    # Of what JAX traces little is garbage.
-    gc.freeze()
-    gc.set_threshold(200_000)
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    asked = itertools.count(1)
-
-    def answer(recipe: str) -> Any:
-        found = outcome(recipe)
-        if next(asked) % 100 == 0:
-            forget()
-        return found
-
-    apart.answer(answer)
-
-
 if __name__ == "__main__":
-    serve()
+    broken.break_by_name()
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    apart.answer(lambda recipe: run(json.loads(recipe)), forget)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from helpers.split_place import Place, Sizes
+from helpers.split_ops import Place, Sizes
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -8,12 +8,9 @@ asked for, see `apart`.
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
-import itertools
 import json
 import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +21,7 @@ import optax
 from jax import Array
 
 import paged_optax as po
-from helpers import apart, quick_compiler
+from helpers import apart, broken, quick_compiler
 from helpers.split_models import Model
 from helpers.split_ops import NARROW
 from helpers.split_optimizers import OPTIMIZERS, paged
@@ -33,15 +30,7 @@ from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 #: Nearly all of a case is XLA:CPU's compiler. What is bfloat16 is rounded after each
 #: operation, whatever it is fused with.
-FLAGS = " ".join(
-    (
-        "--xla_allow_excess_precision=false",
-        *(
-            f"--{name}={value}".lower()
-            for name, value in quick_compiler.OPTIONS.items()
-        ),
-    )
-)
+FLAGS = f"--xla_allow_excess_precision=false {quick_compiler.FLAGS}"
 
 #: An accelerator's way, beside a CPU's, is traced and never run here.
 step_module = importlib.import_module("paged_optax.layerwise.step")
@@ -448,33 +437,7 @@ def _names_a_line(said: str) -> bool:
     return re.search(r"split_\w+\.py:\d+", said) is not None
 
 
-def outcome(recipe: str) -> Any:
-    """What differs of a recipe in JSON, or what went wrong and where."""
-    try:
-        return run(json.loads(recipe))
-    except Exception as error:  # one case must not hide the others
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [x for x in frames if "paged_optax" in x.filename] or frames
-        at = f"{own[-1].filename.rpartition('paged_optax/')[2]}:{own[-1].lineno}"
-        return f"{type(error).__name__}: {error} [{at}]"
-
-
-def serve() -> None:
-    """Answers with what differs of the recipes that it is asked for."""
-    gc.freeze()
-    gc.set_threshold(200_000)
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    asked = itertools.count(1)
-
-    def answer(recipe: str) -> Any:
-        found = outcome(recipe)
-        if next(asked) % 50 == 0:
-            jax.clear_caches()
-            gc.collect()
-        return found
-
-    apart.answer(answer)
-
-
 if __name__ == "__main__":
-    serve()
+    broken.break_by_name()
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    apart.answer(lambda recipe: run(json.loads(recipe)), jax.clear_caches, every=50)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers.alone import alone
+from helpers.apart import alone
 
 #: By writer: saves, a step beside each, and the most over the state, in states.
 MOST = {
