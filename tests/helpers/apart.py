@@ -3,16 +3,20 @@
 A test asks for one case at a time, so that test workers share the work.
 """
 
+import collections
 import faulthandler
 import gc
 import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,15 +74,15 @@ def answer(
     outcome: Callable[[str], Any],
     forget: Callable[[], Any] = lambda: None,
     every: int = 100,
+    caught: type[Exception] | tuple[()] = Exception,
 ) -> None:
     """Answers each line of the standard input with a line of JSON.
-
-    One that raises is answered with the error, and must not hide the others.
 
     Args:
       outcome: Computes the answer.
       forget: Drops what is compiled, which stays in memory.
       every: After so many lines.
+      caught: Errors to answer with, so that one case does not hide the others.
     """
     faulthandler.enable()
     # Of what JAX traces little is garbage.
@@ -89,14 +93,45 @@ def answer(
         for number, line in zip(itertools.count(1), sys.stdin):
             try:
                 reply = outcome(line.removesuffix("\n"))
-            except Exception as error:
+            except caught as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 own = [x for x in frames if "paged_optax" in x.filename] or frames
-                file, at = (
-                    own[-1].filename.rpartition("paged_optax/")[2],
-                    own[-1].lineno,
-                )
-                reply = f"{type(error).__name__}: {error} [{file}:{at}]"
+                file = own[-1].filename.rpartition("paged_optax/")[2]
+                reply = f"{type(error).__name__}: {error} [{file}:{own[-1].lineno}]"
             print(json.dumps(reply), file=replies, flush=True)
             if number % every == 0:
                 forget()
+
+
+def outcomes(
+    groups: Iterable[list[str]], workers: int, minutes: float, script: str, flags: str
+) -> Iterator[tuple[str, Any]]:
+    """What each case comes to, in processes of their own, as the minutes allow.
+
+    The cases of a group follow one another in one process. That a process ended is what
+    its case came to; the next case gets another one.
+    """
+    end = time.monotonic() + 60 * minutes
+    waiting, done = collections.deque(groups), queue.SimpleQueue[Any]()
+
+    def work() -> None:
+        left: list[str] = []
+        while left or (waiting and time.monotonic() < end):
+            try:
+                with process(script, flags) as ask:
+                    while left or time.monotonic() < end:
+                        left = left or waiting.popleft()
+                        done.put((left[0], ask(left[0])))
+                        left = left[1:]
+            except IndexError:
+                break  # another worker took the last group
+            except RuntimeError as error:
+                done.put((left[0], f"the process ended: {error}"))
+                left = left[1:]
+        done.put(None)
+
+    for _ in range(workers):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in range(workers):
+        while (one := done.get()) is not None:
+            yield one

@@ -61,16 +61,14 @@ class Case:
     Both start each step from the same state, which Optax is given decoded. What it
     makes of it is stored as the paged state is; what belongs to a parameter that is not
     active stays.
-
-    Args:
-      recipe: The recipe.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe, inner = recipe, transformation(recipe)
-        settings = ("page_size", "min_paged_size", "device_budget", "codec")
-        kept = dict([recipe["masters"]]) if recipe["masters"] else {}
-        paged = po.paged(inner, **{name: recipe[name] for name in settings}, **kept)
+        names = ("page_size", "min_paged_size", "device_budget", "codec")
+        settings = {name: recipe[name] for name in names}
+        settings |= [recipe["masters"]] if recipe["masters"] else []
+        paged = po.paged(inner, **settings)
         following = [parts.FOLLOWING[name]() for name in recipe["following"]]
         self.following, alone = optax.chain(optax.identity(), *following), inner
         if following and not recipe["masters"]:
@@ -123,8 +121,12 @@ class Case:
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
         """The mesh, where its axes are explicit."""
-        explicit = self.mesh and self.recipe["mesh"]["kind"] == "Explicit"
+        explicit = self.over("Explicit")
         return jax.set_mesh(self.mesh) if explicit else contextlib.nullcontext()
+
+    def over(self, kind: str) -> bool:
+        """Whether there is a mesh of such axes."""
+        return self.mesh is not None and self.recipe["mesh"]["kind"] == kind
 
     def options(self) -> dict[str, Any]:
         """How XLA compiles both, where it would round what follows in two ways.
@@ -134,9 +136,9 @@ class Case:
         constrains the sharding of each result: plain Optax differs there from itself.
         What is paged never sees those axes, and what follows does.
         """
-        explicit = self.mesh and self.recipe["mesh"]["kind"] == "Explicit"
         outside = self.recipe["following"] and not self.recipe["masters"]
-        return {"xla_allow_excess_precision": False} if explicit and outside else {}
+        apart = self.over("Explicit") and outside
+        return {"xla_allow_excess_precision": False} if apart else {}
 
     def divide(self, tree: Any) -> Any:
         """Divides a tree along those axes that the mesh's divide evenly."""
@@ -159,10 +161,8 @@ class Case:
     def made(self) -> Any:
         """The paged state."""
         # Under `jit` over automatic axes nothing says how arrays are divided.
-        automatic = self.mesh and self.recipe["mesh"]["kind"] == "Auto"
-        init = self.paged.init
-        if self.recipe["traced_init"] and not automatic:
-            init = jax.jit(init)
+        traced = self.recipe["traced_init"] and not self.over("Auto")
+        init = jax.jit(self.paged.init) if traced else self.paged.init
         with self.around():
             return init(self.divide(self.params))
 
@@ -178,17 +178,10 @@ class Case:
             updates = jax.tree.map(
                 lambda x, on: x if on else jnp.zeros_like(x), updates, one_each
             )
-            on = lambda leaf: (
-                any(gates) if leaf.param_index is None else gates[leaf.param_index]
-            )
-            kept = each(
-                lambda leaf, x, y: x if on(leaf) else y, self.leaves, kept, state
-            )
-        traced = closed = None
-        if gates is not None and self.recipe["traced"]:
-            traced = list(map(jnp.asarray, gates))
-        elif gates is not None:
-            closed = tuple(gates)
+            either = lambda leaf, x, y: x if leaf.is_active(gates) else y
+            kept = each(either, self.leaves, kept, state)
+        closed = None if gates is None or self.recipe["traced"] else tuple(gates)
+        traced = None if gates is None or closed else list(map(jnp.asarray, gates))
         given = self.divide(gradients), state, self.divide(self.params)
         with self.around():
             moved, state = self.found(*given, value, traced, closed=closed)
@@ -196,25 +189,17 @@ class Case:
         return state, found | _apart(f"state {number}", kept, state)
 
     def _update(self, gradients, state, params, value, traced, closed):
-        active, gates = {}, traced or closed
-        if gates:
-            active["active"] = jax.tree.structure(gradients).unflatten(gates)
-        return self.paged.update(gradients, state, params, **value, **active)
+        if gates := traced or closed:
+            value = value | {"active": jax.tree.structure(gradients).unflatten(gates)}
+        return self.paged.update(gradients, state, params, **value)
 
     def _update_parts(self, gradients, state, params, *_, **__):
         """By each device's own part, within a `jax.shard_map`."""
-        parted = lambda x: (
-            x.sharding.spec
-            if isinstance(x.sharding, NamedSharding)
-            else PartitionSpec()
-        )
-        given = gradients, state, params
-        specs = jax.tree.map(parted, given)
+        given, whole = (gradients, state, params), PartitionSpec()
+        into = jax.tree.map(lambda x: getattr(x.sharding, "spec", whole), given)
+        out = into[2], into[1]
         update = jax.shard_map(
-            self.paged.update,
-            mesh=self.mesh,
-            in_specs=specs,
-            out_specs=(specs[2], specs[1]),
+            self.paged.update, mesh=self.mesh, in_specs=into, out_specs=out
         )
         return (update if self.recipe["eager"] else jax.jit(update))(*given)
 
@@ -234,9 +219,9 @@ class OnMasters(Case):
 
     def step(self, number: int, state: Any) -> tuple[Any, dict[str, float]]:
         gradients, params = self.gradients(number), self.params
-        value = self.value(number)
         old = each(Leaf.decode, self.leaves, state.inner_state)
         before = masters.of(params, state)
+        value = self.value(number)
         updates, new = self.expected(masters.wide(gradients), old, before, **value)
         wanted = each(Leaf.encode, self.leaves, new)
         given = self.divide(gradients), state, self.divide(params)

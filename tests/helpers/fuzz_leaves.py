@@ -36,15 +36,18 @@ class Leaf:
     codec: Codec | None
     param_index: int | None
 
+    def is_active(self, gates: Sequence[bool]) -> bool:
+        """Whether its parameter is; of none, whether any is."""
+        return any(gates) if self.param_index is None else gates[self.param_index]
+
     def encode(self, x: Any) -> Any:
         return x if self.codec is None else coder(self.codec, self.shape)[0](x)
 
     def decode(self, stored: Any) -> Any:
         """The leaf on one device, as the transformation sees it."""
         stored = jax.tree.map(on_one_device, unnamed(stored))
-        return (
-            stored if self.codec is None else coder(self.codec, self.shape)[1](stored)
-        )
+        codec = self.codec
+        return stored if codec is None else coder(codec, self.shape)[1](stored)
 
 
 def on_one_device(x: Array) -> Array:

@@ -8,24 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from finetune_hf.arguments import parse_arguments
 from finetune_hf.folder import Folder
-from finetune_hf.model import Decoder
 from finetune_hf.run import Run
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
-from helpers import aot
+from helpers import aot, hf_folders
 from paged_optax.backend.memory import PINNED_HOST
 
 BATCH, LENGTH = 4, 2048
-SCALED = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALED = hf_folders.SCALED | {"original_max_position_embeddings": 8192}
+del SCALED["rope_theta"]
 #: What the models' `config.json` say, as far as shapes and programs depend on it.
 CONFIGS = {
     "Qwen3-4B": {
@@ -82,15 +75,9 @@ def run_of(name: str, method: str, devices: int = 1) -> Run:
     config = CONFIGS[name]
     names = {"language_model.model.": None} if "text_config" in config else {}
     folder = Shapes(pathlib.Path(name), config, names, {})  # pyright: ignore
-    decoder = Decoder.of(folder, folder.dtype)
-    tokens = np.zeros(LENGTH, np.int32)
-    row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
-    row["weights"] = np.zeros(LENGTH, np.float32)
-    needed = "--checkpoint", name, "--text", "", "--output", "", "--method", method
     batch = BATCH if devices == 1 else devices
-    sizes = "--batch", str(batch), "--length", str(LENGTH), "--devices", str(devices)
-    args = parse_arguments([*needed, *sizes])
-    return Run.on(args, folder, decoder, [row])
+    sizes = "--batch", str(batch), "--devices", str(devices), "--length", str(LENGTH)
+    return hf_folders.run_of(folder, LENGTH, "--method", method, *sizes)
 
 
 def compiled(run: Run, card: str) -> Any:

@@ -8,7 +8,6 @@ uninterrupted run's, bit for bit.
 
 import collections
 import dataclasses
-import os
 import pathlib
 import random
 import shutil
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from helpers import trainer
+from helpers import apart, trainer
 from helpers.trainer import PHASES
 
 #: Seconds after which a life hangs.
@@ -92,7 +91,7 @@ class Life:
                 self.processes.append(
                     subprocess.Popen(
                         _command(kind, folder, number, port, flags),
-                        env=os.environ | _environment(kind, cache),
+                        env=_environment(kind, cache),
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
@@ -158,11 +157,8 @@ def _command(
 
 def _environment(kind: Kind, cache: pathlib.Path) -> dict[str, str]:
     """A process's devices, and programs compiled once."""
-    tests = pathlib.Path(__file__).parents[1]
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={kind.devices}",
-        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+    flags = f"--xla_force_host_platform_device_count={kind.devices}"
+    return apart.environment(flags) | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -136,14 +136,8 @@ def attention(config, weights, norms, x, cos, sin, mask):
     q, k = (checkpoint_name(rotated(x, cos, sin), "rotated") for x in (q, k))
     if config.flash:
         return attend(q, k, v).reshape(batch, length, -1) @ weights["o"]
-    q = q.reshape(
-        batch,
-        config.blocks,
-        -1,
-        config.grouped,
-        q.shape[2] // config.grouped,
-        config.head,
-    )
+    grouped = config.grouped, q.shape[2] // config.grouped, config.head
+    q = q.reshape(batch, config.blocks, -1, *grouped)
     mask = mask.reshape(config.blocks, -1, length)
 
     @jax.checkpoint
@@ -280,16 +274,13 @@ def step(
         device, host = aot.placements(mesh)
         shapes = stacked_shapes(config)
         params = placed(shapes, device)
+        hosted = lambda tree, is_hosted: jax.tree.map(
+            lambda x: placed(x, host if is_hosted(len(x.shape)) else device), tree
+        )
         if on_host:
-            params["layers"] = jax.tree.map(
-                lambda x: placed(x, host if len(x.shape) > 2 else device),
-                shapes["layers"],
-            )
+            params["layers"] = hosted(shapes["layers"], lambda rank: rank > 2)
         if rest_on_host:
-            params["rest"] = jax.tree.map(
-                lambda x: placed(x, host if len(x.shape) == 2 else device),
-                shapes["rest"],
-            )
+            params["rest"] = hosted(shapes["rest"], lambda rank: rank == 2)
         shape = size if micro is None else (micro, *size)
         return layerwise(mesh, run, model, tx, params, batch_of(shape), **(room or {}))
 

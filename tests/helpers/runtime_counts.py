@@ -76,23 +76,19 @@ class RuntimeCounts:
 
 
 def _computation(program: Computations, name: str) -> _Counts:
-    total: _Counts = collections.Counter()
-    for instruction in program.instructions[name]:
-        total.update(_instruction(program, instruction))
-    return total
+    each = (_instruction(program, x) for x in program.instructions[name])
+    return functools.reduce(operator.add, each, collections.Counter())
 
 
 def _instruction(program: Computations, instruction: Instruction) -> _Counts:
-    operation = instruction.operation
-    if operation == "while":
+    if instruction.operation == "while":
         return _loop(program, instruction)
-    if operation in ("call", "conditional"):
+    if instruction.operation in ("call", "conditional"):
         branches = [_computation(program, x) for x in program.branches(instruction)]
-        if operation == "call":
-            return functools.reduce(operator.add, branches, collections.Counter())
-        # The host waits for the index of the branch, which is not known here.
         largest = functools.reduce(operator.or_, branches, collections.Counter())
-        return largest + collections.Counter(host_syncs=1)
+        # The host waits for the index of the branch, which is not known here.
+        syncs = int(instruction.operation == "conditional")
+        return largest + collections.Counter(host_syncs=syncs)
     executor = program.executor(instruction)
     if executor in (Executor.ENGINE, Executor.ZERO_COPY):
         return _transfer(program, instruction, executor)
@@ -108,12 +104,10 @@ def _loop(program: Computations, instruction: Instruction) -> _Counts:
     loop = program.loop(instruction)
     total = _times(_computation(program, loop.body), loop.turns)
     if loop.counted:
-        total["loop_turns"] += loop.turns
-        return total
+        return total + collections.Counter(loop_turns=loop.turns)
     # The condition is evaluated, and its answer awaited, before each turn and after.
-    total.update(_times(_computation(program, loop.condition), loop.turns + 1))
-    total["host_syncs"] += loop.turns + 1
-    return total
+    asked = _computation(program, loop.condition) + collections.Counter(host_syncs=1)
+    return total + _times(asked, loop.turns + 1)
 
 
 def _times(counts: _Counts, turns: int) -> _Counts:
@@ -125,11 +119,11 @@ def _transfer(
 ) -> _Counts:
     way = "up" if program.goes_up(instruction) else "down"
     size = program.moved_by(instruction)
+    # What has no start of its own is in its turn among the others.
     if executor is Executor.ENGINE:
-        counts = collections.Counter({f"transfers_{way}": 1, "transfer_bytes": size})
-        counts["sync_transfers"] = int(not instruction.started)
-        return counts
-    counts = collections.Counter({f"zero_copy_{way}": 1, "zero_copy_bytes": size})
-    if not instruction.started:
-        counts["kernels"] = 1  # in its turn among the others
-    return counts
+        counts = {f"transfers_{way}": 1, "transfer_bytes": size}
+        alone = "sync_transfers"
+    else:
+        counts = {f"zero_copy_{way}": 1, "zero_copy_bytes": size}
+        alone = "kernels"
+    return collections.Counter(counts | {alone: int(not instruction.started)})

@@ -6,7 +6,6 @@ asked for, see `apart`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import json
@@ -44,37 +43,27 @@ NO_LAYERS = ("no layers", "two layers", "are trained", "does not use layer")
 NOT_FINITE = {"losses": np.inf}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flat:
-    """A tree's arrays by dtype, behind one another: all trees look alike to XLA.
+def _flat(tree: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """A tree's arrays by dtype, behind one another, and what makes a tree of such.
 
-    Optax's transformations that are compared make each value of its own.
+    All trees look alike to XLA. Optax's transformations that are compared make each
+    value of its own.
     """
+    leaves, structure = jax.tree.flatten(tree)
+    vectors, ends = {}, {}
+    for dtype in ("bfloat16", "float32"):
+        parts = [np.ravel(x) for x in leaves if x.dtype == dtype]
+        ends[dtype] = np.cumsum([x.size for x in parts], dtype=int)
+        room = np.zeros(-sum(x.size for x in parts) % _ROOM, jnp.dtype(dtype))
+        vectors[dtype] = np.concatenate([*parts, room])
 
-    leaves: list[Any]
-    structure: Any
-    vectors: dict[str, np.ndarray]
+    def tree_of(vectors: dict[str, Any]) -> Any:
+        split = lambda dtype: iter(np.split(np.asarray(vectors[dtype]), ends[dtype]))
+        parts = {dtype: split(dtype) for dtype in vectors}
+        made = [next(parts[str(x.dtype)]).reshape(x.shape) for x in leaves]
+        return jax.tree.unflatten(structure, map(jnp.asarray, made))
 
-    @classmethod
-    def of(cls, tree: Any) -> "_Flat":
-        leaves, structure = jax.tree.flatten(tree)
-        vectors = {}
-        for dtype in ("bfloat16", "float32"):
-            parts = [np.ravel(x) for x in leaves if x.dtype == dtype]
-            size = sum(x.size for x in parts)
-            room = np.zeros(-size % _ROOM, jnp.dtype(dtype))
-            vectors[dtype] = np.concatenate([*parts, room])
-        return cls(leaves, structure, vectors)
-
-    def tree(self, vectors: dict[str, Any]) -> Any:
-        """A tree of such arrays."""
-        ends, made = dict.fromkeys(vectors, 0), []
-        for x in self.leaves:
-            start = ends[str(x.dtype)]
-            ends[str(x.dtype)] = stop = start + x.size
-            part = np.asarray(vectors[str(x.dtype)])[start:stop]
-            made.append(jnp.asarray(part.reshape(x.shape)))
-        return jax.tree.unflatten(self.structure, made)
+    return vectors, tree_of
 
 
 _ROOM = 1 << 14
@@ -208,17 +197,15 @@ class Case:
         made, weights, metrics = jax.lax.map(each, batch)
         return jnp.sum(made * weights) / jnp.sum(weights), metrics
 
-    def expected(self, moved: int = 0) -> tuple[list[Array], list[Any], Any]:
-        """Each step's loss and metrics, and the parameters after the last.
-
-        Args:
-          moved: The seed by which the parameters change in their last bits before; 0:
-            they do not.
-        """
+    def start(self, moved: int) -> tuple[Any, Any]:
+        """Parameters, and frozen ones; their last bits changed by a seed, if it is."""
         params, frozen = self.model.params(0)
-        if moved:
-            draw = np.random.default_rng(moved)
-            params = jax.tree.map(functools.partial(_moved, draw), params)
+        move = functools.partial(_moved, np.random.default_rng(moved))
+        return jax.tree.map(move, params) if moved else params, frozen
+
+    def expected(self, moved: int = 0) -> tuple[list[Array], list[Any], Any]:
+        """Each step's loss and metrics, and the parameters after the last."""
+        params, frozen = self.start(moved)
         loss = functools.partial(self.mean, self.model.loss)
         grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
         optimizer = self.recipe["optimizer"]
@@ -229,9 +216,9 @@ class Case:
             if optimizer:  # it sees the shapes
                 params, state = update(params, gradients, state)
             else:
-                given = _Flat.of(params), _Flat.of(gradients)
-                flat, state = update(*(x.vectors for x in given), state)
-                params = given[0].tree(flat)
+                vectors, tree_of = _flat(params)
+                vectors, state = update(vectors, _flat(gradients)[0], state)
+                params = tree_of(vectors)
             losses.append(loss)
             said.append(metrics)
         return losses, said, params
@@ -276,11 +263,8 @@ class Case:
         return jax.tree.map(lambda x: x[0], batch) if first else batch
 
     def gradients(self, moved: int = 0) -> tuple[Array, Any]:
-        """The loss of one batch, and its gradients; `moved` as for `expected`."""
-        params, frozen = self.model.params(0)
-        if moved:
-            draw = np.random.default_rng(moved)
-            params = jax.tree.map(functools.partial(_moved, draw), params)
+        """The loss of one batch, and its gradients; `moved` as for `start`."""
+        params, frozen = self.start(moved)
         given = () if frozen is None else (frozen,)
         plain = lambda p: _parted(self.model.loss(p, *given, self.one()))[0]
         return jax.jit(jax.value_and_grad(plain))(params)
@@ -333,7 +317,7 @@ class Case:
             a, b = jnp.asarray(a), jnp.asarray(b)
             if (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise AssertionError(f"{name}: {a.aval} became {b.aval}")
-            distance = _distance(a, b)
+            distance = _largest(np.asarray(a, np.float64) - np.asarray(b, np.float64))
             scale = max(_largest(a), 0.05 * largest, 1e-30)
             if not distance <= most * scale:
                 where = f"{name} {jax.tree_util.keystr(path)}"
@@ -359,16 +343,8 @@ def _parted(made: Any) -> tuple[Array, Array, Any]:
     return made, jnp.float32(1), metrics
 
 
-def _numbers(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
-
-
 def _largest(x: Any) -> float:
-    return float(np.max(np.abs(_numbers(x)), initial=0.0))
-
-
-def _distance(a: Array, b: Array) -> float:
-    return float(np.max(np.abs(_numbers(a) - _numbers(b)), initial=0.0))
+    return float(np.max(np.abs(np.asarray(x, np.float64)), initial=0.0))
 
 
 def run(recipe: Recipe) -> Numbers:

@@ -24,12 +24,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from helpers import aot, streams
-from helpers.hlo import (
-    Computations,
-    Executor,
-    Instruction,
-    buffers,
-)
+from helpers.hlo import Computations, Executor, Instruction, buffers
 from paged_optax.planning.cards import CARDS
 
 
@@ -103,28 +98,8 @@ class Overheads:
 
 
 #: Assumptions, from what such machines are known for.
-LOW = Overheads(
-    kernel=2e-6,
-    gap=1e-6,
-    copy=4e-6,
-    sync=20e-6,
-    graph=15e-6,
-    one_way=0.95,
-    bidirectional=0.95,
-    zero_copy=0.8,
-    slices=2.0,
-)
-HIGH = Overheads(
-    kernel=3e-6,
-    gap=2e-6,
-    copy=12e-6,
-    sync=50e-6,
-    graph=60e-6,
-    one_way=0.85,
-    bidirectional=0.7,
-    zero_copy=0.5,
-    slices=2.0,
-)
+LOW = Overheads(2e-6, 1e-6, 4e-6, 20e-6, 15e-6, 0.95, 0.95, 0.8, 2.0)
+HIGH = Overheads(3e-6, 2e-6, 12e-6, 50e-6, 60e-6, 0.85, 0.7, 0.5, 2.0)
 
 
 @dataclasses.dataclass
@@ -215,6 +190,12 @@ def over_floor(hlo: str, least: int, trips: Sequence[int] = ()) -> float:
     return cost(hlo, Machine(link=1.0), trips=trips).seconds / least
 
 
+def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
+    """Bytes that a program moves between host and device, both ways; see `cost`."""
+    moved = cost(hlo, Machine(link=1.0), trips=trips)
+    return int(moved.up + moved.down)
+
+
 class _Run:
     """One pass over a program, at a time that goes on."""
 
@@ -287,9 +268,8 @@ class _Run:
             left = turns - 1 - turn
             if turn == 3 and left > 0:
                 longer = left * (now - began)
-                for field in ("up", "down", "compute"):
-                    each = getattr(self.cost, field) - getattr(before, field)
-                    setattr(self.cost, field, getattr(self.cost, field) + left * each)
+                for field, x in dataclasses.asdict(self.cost).items():
+                    setattr(self.cost, field, x + left * (x - getattr(before, field)))
                 return turn_from(now + longer, True)
         return now
 

@@ -56,14 +56,11 @@ def as_paged(inner: Any) -> Any:
     return po.paged(inner, **PAGING)
 
 
-#: How to make each, and how Optax makes it.
-TRANSFORMATIONS: dict[str, tuple[Make, Make]] = {
-    "adamw": (functools.partial(_adamw, itself), functools.partial(_adamw, itself)),
-    "paged": (functools.partial(_adamw, as_paged), functools.partial(_adamw, itself)),
-    "clip and paged": (
-        functools.partial(_clipped, as_paged),
-        functools.partial(_clipped, itself),
-    ),
+#: How to make each, and what pages it; by Optax nothing does.
+TRANSFORMATIONS: dict[str, tuple[Make, Callable[[Any], Any]]] = {
+    "adamw": (_adamw, itself),
+    "paged": (_adamw, as_paged),
+    "clip and paged": (_clipped, as_paged),
 }
 
 # -- the wrappers -------------------------------------------------------------------
@@ -291,19 +288,20 @@ def run(wrapper: Wrapper, tx: Any, *, jitted: bool = True, count: int = STEPS) -
 @functools.cache
 def wanted(name: str, transformation: str) -> Run:
     """The run of Optax's wrapper around unpaged Optax."""
-    wrapper, (_, make) = WRAPPERS[name], TRANSFORMATIONS[transformation]
+    wrapper, (make, _) = WRAPPERS[name], TRANSFORMATIONS[transformation]
     twin = f"optax.{name[3:]}"
     if wrapper.twin is not wrapper.wrap and twin in WRAPPERS:
         return wanted(twin, transformation)
-    return run(wrapper, wrapper.twin(make))
+    return run(wrapper, wrapper.twin(functools.partial(make, itself)))
 
 
 def keep(case: str) -> None:
     """The contract."""
     name, transformation = case.split(" / ")
-    wrapper, (make, optax_make) = WRAPPERS[name], TRANSFORMATIONS[transformation]
+    wrapper, (make, page) = WRAPPERS[name], TRANSFORMATIONS[transformation]
+    make = functools.partial(make, page)
     theirs = wanted(name, "clip and paged" if "clip" in transformation else "adamw")
-    if wrapper.twin is wrapper.wrap and make is optax_make:
+    if wrapper.twin is wrapper.wrap and page is itself:
         ours = theirs
     else:
         ours = run(wrapper, wrapper.wrap(make))
@@ -312,15 +310,11 @@ def keep(case: str) -> None:
 
     # 1. Moments are where they should be, and nothing else is on the host.
     assert ("pinned_host" in ours.kinds) == is_paged
-    assert all(
-        moment
-        for moment, kind in zip(moments, ours.kinds, strict=True)
-        if kind != "device"
-    )
+    on_host = [kind != "device" for kind in ours.kinds]
+    assert all(x <= moment for x, moment in zip(on_host, moments, strict=True))
     # 2. The state's structure, shapes and dtypes, and every number of every step.
-    for number, (found, right) in enumerate(
-        zip(ours.results, theirs.results, strict=True)
-    ):
+    for number, found in enumerate(ours.results):
+        right = theirs.results[number]
         assert _described(found) == _described(right), number
         assert distances(found, right) == {}, number
     # 3. Skipped steps leave the inner state, and give the documented updates.
@@ -332,12 +326,9 @@ def keep(case: str) -> None:
         assert before == after, number
         updates = ours.results[number][0]
         gradients = gradients_of(wrapper, number)
-        for update, gradient in zip(
-            *map(jax.tree.leaves, (updates, gradients)), strict=True
-        ):
-            assert np.array_equal(
-                update, gradient if wrapper.hands_through else 0 * update
-            )
+        zeros = jax.tree.map(np.zeros_like, updates)
+        right = gradients if wrapper.hands_through else zeros
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, updates, right)))
     # 4. The same eager.
     if transformation == "paged" and name.startswith("po."):
         eager = run(wrapper, wrapper.wrap(make), jitted=False, count=3)
