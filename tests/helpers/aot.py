@@ -29,10 +29,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
-from paged_optax.backend.compiler_options import (
-    addressing_options,
-    overlap_options,
-)
+from paged_optax.backend.compiler_options import addressing_options, overlap_options
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages

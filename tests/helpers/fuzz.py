@@ -23,14 +23,7 @@ import paged_optax as po
 from helpers import apart, broken, exact, quick_compiler, reference
 from helpers import fuzz_masters as masters
 from helpers import fuzz_parts as parts
-from helpers.fuzz_leaves import (
-    Leaf,
-    coder,
-    each,
-    leaves_of,
-    on_one_device,
-    unnamed,
-)
+from helpers.fuzz_leaves import Leaf, coder, each, leaves_of, on_one_device, unnamed
 from paged_optax.engine import transfers
 
 #: Nearly all of a case is XLA:CPU's compiler. Without YNNPACK, whose

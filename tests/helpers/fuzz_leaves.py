@@ -24,17 +24,11 @@ def coder(codec: Codec, shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-      shape: Its shape.
-      codec: What stores it, or None.
-      param_index: The number of its parameter, or None.
-    """
-
-    shape: tuple[int, ...]
-    codec: Codec | None
-    param_index: int | None
+    shape: tuple[int, ...]  # its shape
+    codec: Codec | None  # what stores it, or None
+    param_index: int | None  # the number of its parameter, or None
 
     def is_active(self, gates: Sequence[bool]) -> bool:
         """Whether its parameter is; of none, whether any is."""

@@ -41,17 +41,12 @@ MOST = 100 * 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A reader, what it is given, and how the cases of a run are shared out.
+    """A reader, what it is given, and how the cases of a run are shared out."""
 
-    Attributes:
-      cases: Draws a case.
-      read: Reads it; it may write files into the folder first, and checks what it read.
-      share: Of a run's cases.
-    """
-
-    cases: st.SearchStrategy[Case]
+    cases: st.SearchStrategy[Case]  # draws a case
+    #: Reads it; it may write files into the folder first, and checks what it read.
     read: Callable[[Any, pathlib.Path], object]
-    share: float
+    share: float  # of a run's cases
 
 
 # -- Orbax ------------------------------------------------------------------------
@@ -244,15 +239,10 @@ READERS = {
 
 @dataclasses.dataclass
 class Outcome:
-    """How the cases of a reader ended.
+    """How the cases of a reader ended."""
 
-    Attributes:
-      ended: How many were read, and how many were refused.
-      most_bytes: The most that was allocated at once while one was read, beside it.
-    """
-
-    ended: collections.Counter[str]
-    most_bytes: int
+    ended: collections.Counter[str]  # how many were read, and how many were refused
+    most_bytes: int  # the most that was allocated at once while one was read, beside it
 
 
 @contextlib.contextmanager

@@ -25,21 +25,13 @@ PATIENCE = 300
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a training run is started.
+    """How a training run is started."""
 
-    Attributes:
-      way: Of `trainer.WAYS`.
-      processes: How many train together.
-      share: Of the kills of a run of all kinds.
-      devices: How many each process has.
-      last: The last step.
-    """
-
-    way: str
-    processes: int
-    share: float
-    devices: int = 1
-    last: int = 60
+    way: str  # Of `trainer.WAYS`.
+    processes: int  # how many train together
+    share: float  # of the kills of a run of all kinds
+    devices: int = 1  # how many each process has
+    last: int = 60  # the last step
 
 
 KINDS = {
@@ -53,24 +45,17 @@ KINDS = {
 
 @dataclasses.dataclass
 class Count:
-    """What came of some kills.
+    """What came of some kills."""
 
-    Attributes:
-      phases: How many fell into each phase.
-      exact: Of how many the run went on, and ended, with the right bits.
-      runs: How many runs there were.
-      lives: Of how many lives.
-      resumed: How many of them restored a checkpoint.
-      late: How many did not begin, because processes came too late for one another.
-    """
-
+    #: How many fell into each phase.
     phases: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
-    exact: int = 0
-    runs: int = 0
-    lives: int = 0
-    resumed: int = 0
+    exact: int = 0  # of how many the run went on, and ended, with the right bits
+    runs: int = 0  # how many runs there were
+    lives: int = 0  # of how many lives
+    resumed: int = 0  # how many of them restored a checkpoint
+    #: How many did not begin, because processes came too late for one another.
     late: int = 0
 
 

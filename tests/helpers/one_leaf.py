@@ -53,54 +53,33 @@ _PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program to compile.
+    """One program to compile."""
 
-    Attributes:
-      shape: The shape of its only parameter.
-      format: A key of `FORMATS`.
-      page_size: A key of `PAGE_SIZES`.
-      compiler: `"h200"` or `"v5e"`.
-      phase: `"init"` or `"update"`.
-    """
-
-    shape: tuple[int, ...]
-    format: str
-    page_size: str
-    compiler: str
-    phase: str
+    shape: tuple[int, ...]  # the shape of its only parameter
+    format: str  # a key of `FORMATS`
+    page_size: str  # a key of `PAGE_SIZES`
+    compiler: str  # `"h200"` or `"v5e"`
+    phase: str  # `"init"` or `"update"`
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a compiler made of a case.
+    """What a compiler made of a case."""
 
-    Attributes:
-      error: What it refused, or ""; the rest is 0 then.
-      pages: Pages of the leaf.
-      page_bytes: Bytes of one, as the transformation sees it.
-      moments: Moments that travel.
-      scratch: Device bytes.
-      bound: Most device bytes that the plan allows.
-      host_scratch: Host bytes.
-      in_place: Whether all donated buffers are taken over.
-      traffic: Bytes over the link, both ways, over those of the moments.
-      addresses: Transfers at other addresses than the plan's.
-      fingerprint: What is equal for equal programs of one compiler, planned alike.
-      recorded: Whether one of this fingerprint is on record as passed, so that this
-        one was not compiled.
-    """
-
-    error: str = ""
-    pages: int = 0
-    page_bytes: int = 0
-    moments: int = 0
-    scratch: int = 0
-    bound: int = 0
-    host_scratch: int = 0
-    in_place: bool = True
-    traffic: float = 0.0
-    addresses: str = ""
+    error: str = ""  # what it refused, or ""; the rest is 0 then
+    pages: int = 0  # pages of the leaf
+    page_bytes: int = 0  # bytes of one, as the transformation sees it
+    moments: int = 0  # moments that travel
+    scratch: int = 0  # device bytes
+    bound: int = 0  # most device bytes that the plan allows
+    host_scratch: int = 0  # host bytes
+    in_place: bool = True  # whether all donated buffers are taken over
+    traffic: float = 0.0  # bytes over the link, both ways, over those of the moments
+    addresses: str = ""  # transfers at other addresses than the plan's
+    #: What is equal for equal programs of one compiler, planned alike.
     fingerprint: str = ""
+    #: Whether one of this fingerprint is on record as passed, so that this one was not
+    #: compiled.
     recorded: bool = False
 
     @property

@@ -202,10 +202,7 @@ def compare(
         ).items():
             apart[path] = max(distance, apart.get(path, 0.0))
     states = largest([state for *_, state in right])
-    return {
-        "state": distances(right[-1][2], found[-1][2], states),
-        "parameters": apart,
-    }
+    return {"state": distances(right[-1][2], found[-1][2], states), "parameters": apart}
 
 
 def compare_alias(

@@ -19,41 +19,30 @@ class RuntimeCounts:
     which the compiler states no count takes one turn here. One that keeps a leaf apart
     does so where something is updated. Which branch a conditional takes is not known:
     each count is the largest of the branches'.
-
-    Attributes:
-      kernels: Kernels, calls of libraries, and copies between them, one after the
-        other. They include those of the conditions that loops evaluate.
-      host_syncs: How often the host waits for the device: to learn whether a loop
-        without a stated count takes another turn, and which branch a conditional takes.
-      loop_turns: Turns of loops whose count the compiler states.
-      transfers_up: Copies from host to device by the copy engine.
-      transfers_down: Copies from device to host by the copy engine.
-      sync_transfers: Of both, those without a start of their own. What comes after one
-        waits until it ends.
-      zero_copy_up: Kernels that read pinned memory over the link. XLA makes one where
-        the address is not linear in the variable of a counted loop, or where a slice is
-        not contiguous.
-      zero_copy_down: Kernels that write pinned memory over the link.
-      transfer_bytes: Bytes that the copy engine moves, both ways.
-      zero_copy_bytes: Bytes that kernels move over the link, both ways.
-      device_slices: Asynchronous copies from device to device.
-      host_copies: Copies of whole arrays within host memory.
-      rematerialized: Instructions that XLA added to compute a value once more, to save
-        memory. They are counted in the program's text, not multiplied by turns.
     """
 
+    #: Kernels, calls of libraries, and copies between them, one after the other. They
+    #: include those of the conditions that loops evaluate.
     kernels: int = 0
+    #: How often the host waits for the device: to learn whether a loop without a stated
+    #: count takes another turn, and which branch a conditional takes.
     host_syncs: int = 0
-    loop_turns: int = 0
-    transfers_up: int = 0
-    transfers_down: int = 0
+    loop_turns: int = 0  # turns of loops whose count the compiler states
+    transfers_up: int = 0  # copies from host to device by the copy engine
+    transfers_down: int = 0  # copies from device to host by the copy engine
+    #: Of both, those without a start of their own. What comes after one waits until it
+    #: ends.
     sync_transfers: int = 0
+    #: Kernels that read pinned memory over the link. XLA makes one where the address is
+    #: not linear in the variable of a counted loop, or where a slice is not contiguous.
     zero_copy_up: int = 0
-    zero_copy_down: int = 0
-    transfer_bytes: int = 0
-    zero_copy_bytes: int = 0
-    device_slices: int = 0
-    host_copies: int = 0
+    zero_copy_down: int = 0  # kernels that write pinned memory over the link
+    transfer_bytes: int = 0  # bytes that the copy engine moves, both ways
+    zero_copy_bytes: int = 0  # bytes that kernels move over the link, both ways
+    device_slices: int = 0  # asynchronous copies from device to device
+    host_copies: int = 0  # copies of whole arrays within host memory
+    #: Instructions that XLA added to compute a value once more, to save memory. They
+    #: are counted in the program's text, not multiplied by turns.
     rematerialized: int = 0
 
     @classmethod
@@ -77,7 +66,7 @@ class RuntimeCounts:
 
 def _computation(program: Computations, name: str) -> _Counts:
     each = (_instruction(program, x) for x in program.instructions[name])
-    return functools.reduce(operator.add, each, collections.Counter())
+    return sum(each, collections.Counter())
 
 
 def _instruction(program: Computations, instruction: Instruction) -> _Counts:
@@ -85,10 +74,11 @@ def _instruction(program: Computations, instruction: Instruction) -> _Counts:
         return _loop(program, instruction)
     if instruction.operation in ("call", "conditional"):
         branches = [_computation(program, x) for x in program.branches(instruction)]
-        largest = functools.reduce(operator.or_, branches, collections.Counter())
+        if instruction.operation == "call":
+            return sum(branches, collections.Counter())
         # The host waits for the index of the branch, which is not known here.
-        syncs = int(instruction.operation == "conditional")
-        return largest + collections.Counter(host_syncs=syncs)
+        largest = functools.reduce(operator.or_, branches, collections.Counter())
+        return largest + collections.Counter(host_syncs=1)
     executor = program.executor(instruction)
     if executor in (Executor.ENGINE, Executor.ZERO_COPY):
         return _transfer(program, instruction, executor)

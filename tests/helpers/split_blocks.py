@@ -18,17 +18,12 @@ HEADS, HEAD, EXPERTS, RANK = 2, 2, 3, 2
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Weights of one part of a layer.
+    """Weights of one part of a layer."""
 
-    Attributes:
-      values: By name, `prefix` before each; also those of frozen matrices' adapters.
-      prefix: The part's.
-      dtype: What they are computed in; None: their own.
-    """
-
+    #: By name, `prefix` before each; also those of frozen matrices' adapters.
     values: Mapping[str, Any]
-    prefix: str = ""
-    dtype: Any = None
+    prefix: str = ""  # the part's
+    dtype: Any = None  # what they are computed in; None: their own
 
     def __getitem__(self, name: str) -> Array:
         name = self.prefix + name
@@ -57,14 +52,10 @@ Apply = Callable[[Weights, Array, Array, Place], Array]
 
 
 class Block(NamedTuple):
-    """An equation with weights.
+    """An equation with weights."""
 
-    Attributes:
-      weights: Their names and shapes, whose axes `shapes` has by letter.
-      apply: Computes it of weights, the latest value, one made before, and its place.
-    """
-
-    weights: str
+    weights: str  # their names and shapes, whose axes `shapes` has by letter
+    #: Computes it of weights, the latest value, one made before, and its place.
     apply: Apply
 
     def shapes(self, s: Sizes) -> Shapes:

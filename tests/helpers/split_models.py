@@ -17,15 +17,10 @@ from helpers.split_trees import Named
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What layers keep, by name.
+    """What layers keep, by name."""
 
-    Attributes:
-      turns: Of each layer; or None.
-      whole: Of all layers, stacked; or None.
-    """
-
-    turns: Sequence[Carry] | None
-    whole: Carry | None = None
+    turns: Sequence[Carry] | None  # of each layer; or None
+    whole: Carry | None = None  # of all layers, stacked; or None
 
     def each(self, name: str) -> Sequence[Array] | Array:
         """Of each layer."""

@@ -26,29 +26,19 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass
 class Place:
-    """Where a layer is, and what it sees besides its input.
+    """Where a layer is, and what it sees besides its input."""
 
-    Attributes:
-      sizes: The model's.
-      number: The layer's number: a Python int, or traced within a scan.
-      kind: Which of two kinds the layer is of, 0 or 1.
-      mask: How attention is masked.
-      rotary: Where rotary tables are made: "before" the layers, in "each", or None.
-      key: The layer's own key, from which its dropout and noise are drawn.
-      seen: What all layers see, by name.
-      rows: What a scan gives each layer of the stacks in `seen`, by name.
-      count: What is counted from layer to layer, or None.
-    """
-
-    sizes: Sizes
-    number: int | Array
-    kind: int
-    mask: str
+    sizes: Sizes  # the model's
+    number: int | Array  # the layer's number: a Python int, or traced within a scan
+    kind: int  # which of two kinds the layer is of, 0 or 1
+    mask: str  # how attention is masked
+    #: Where rotary tables are made: "before" the layers, in "each", or None.
     rotary: str | None
-    key: Array
-    seen: Mapping[str, Any]
+    key: Array  # the layer's own key, from which its dropout and noise are drawn
+    seen: Mapping[str, Any]  # what all layers see, by name
+    #: What a scan gives each layer of the stacks in `seen`, by name.
     rows: Mapping[str, Array] = dataclasses.field(default_factory=dict)
-    count: Array | None = None
+    count: Array | None = None  # what is counted from layer to layer, or None
     _keys: int = 0
 
     def new_key(self) -> Array:

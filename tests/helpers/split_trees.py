@@ -17,17 +17,12 @@ _NAMES: dict[Any, tuple[list[tuple[int, str]], int]] = {}
 
 
 class Tree(NamedTuple):
-    """A way to keep parameters.
+    """A way to keep parameters."""
 
-    Attributes:
-      make: Makes the tree of each layer's weights and the rest.
-      name: What `split_layers` may be told the layers are called.
-      axis: If the layers are stacked, the axis that is theirs.
-    """
-
+    #: Makes the tree of each layer's weights and the rest.
     make: Callable[[Sequence[Named], Named], Any]
-    name: str
-    axis: int | None = None
+    name: str  # what `split_layers` may be told the layers are called
+    axis: int | None = None  # if the layers are stacked, the axis that is theirs
 
     def pack(self, layers: Sequence[Named], rest: Named) -> Any:
         """The tree of each layer's weights and the rest."""

@@ -30,17 +30,11 @@ from paged_optax.planning.cards import CARDS
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Rates.
+    """Rates."""
 
-    Attributes:
-      link: Bytes a second between host and device, each way.
-      flops: Operations of products a second.
-      memory: Bytes a second of device memory.
-    """
-
-    link: float
-    flops: float = math.inf
-    memory: float = math.inf
+    link: float  # bytes a second between host and device, each way
+    flops: float = math.inf  # operations of products a second
+    memory: float = math.inf  # bytes a second of device memory
 
 
 #: Round figures of data sheets, for comparing schedules: PCIe 5 x16, dense bfloat16.
@@ -72,29 +66,19 @@ def _stated(card: str) -> tuple[float, float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Overheads:
-    """What a runtime adds. Without arguments: nothing.
+    """What a runtime adds. Without arguments: nothing."""
 
-    Attributes:
-      kernel: The least seconds that a kernel takes.
-      gap: Seconds between two kernels.
-      copy: Seconds that a transfer or a slice takes beyond its bytes' time.
-      sync: Seconds of one wait of the host, which finds the device idle after it.
-      graph: Seconds that a turn of a counted loop takes, to update its graph.
-      one_way: The part of the link's rate that a copy engine reaches.
-      bidirectional: The part left for each direction while both are busy.
-      zero_copy: The part of the link's rate that a kernel reaches over it.
-      slices: How often a slice copied on the device crosses its memory.
-    """
-
-    kernel: float = 0.0
-    gap: float = 0.0
-    copy: float = 0.0
+    kernel: float = 0.0  # the least seconds that a kernel takes
+    gap: float = 0.0  # seconds between two kernels
+    copy: float = 0.0  # seconds that a transfer or a slice takes beyond its bytes' time
+    #: Seconds of one wait of the host, which finds the device idle after it.
     sync: float = 0.0
+    #: Seconds that a turn of a counted loop takes, to update its graph.
     graph: float = 0.0
-    one_way: float = 1.0
-    bidirectional: float = 1.0
-    zero_copy: float = 1.0
-    slices: float = 0.0
+    one_way: float = 1.0  # the part of the link's rate that a copy engine reaches
+    bidirectional: float = 1.0  # the part left for each direction while both are busy
+    zero_copy: float = 1.0  # the part of the link's rate that a kernel reaches over it
+    slices: float = 0.0  # how often a slice copied on the device crosses its memory
 
 
 #: Assumptions, from what such machines are known for.
@@ -104,19 +88,12 @@ HIGH = Overheads(3e-6, 2e-6, 12e-6, 50e-6, 60e-6, 0.85, 0.7, 0.5, 2.0)
 
 @dataclasses.dataclass
 class Cost:
-    """What a program moves and computes, and how long it takes.
+    """What a program moves and computes, and how long it takes."""
 
-    Attributes:
-      up: Bytes from host to device.
-      down: Bytes from device to host.
-      compute: Seconds of all that is no transfer.
-      seconds: Seconds of the whole.
-    """
-
-    up: float = 0.0
-    down: float = 0.0
-    compute: float = 0.0
-    seconds: float = 0.0
+    up: float = 0.0  # bytes from host to device
+    down: float = 0.0  # bytes from device to host
+    compute: float = 0.0  # seconds of all that is no transfer
+    seconds: float = 0.0  # seconds of the whole
 
     @property
     def exposed(self) -> float:

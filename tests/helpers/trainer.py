@@ -45,19 +45,14 @@ PAGES = {"page_size": "16KiB", "min_paged_size": "1KiB"}
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-      begin: Makes what goes from step to step: parameters and state, and where they
-        are trained by layers, the workspace.
-      step: Takes and returns it, and takes a batch.
-      batch: Makes a step's batch.
-      saved: How much of it is saved, from the first on: all that the next step needs.
-    """
-
+    #: Makes what goes from step to step: parameters and state, and where they are
+    #: trained by layers, the workspace.
     begin: Callable[[], tuple[Any, ...]]
-    step: Callable[..., tuple[Any, ...]]
-    batch: Callable[[int], Any]
+    step: Callable[..., tuple[Any, ...]]  # takes and returns it, and takes a batch
+    batch: Callable[[int], Any]  # makes a step's batch
+    #: How much of it is saved, from the first on: all that the next step needs.
     saved: int = 2
 
 

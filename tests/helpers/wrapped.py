@@ -68,25 +68,18 @@ TRANSFORMATIONS: dict[str, tuple[Make, Callable[[Any], Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """A wrapper and what it promises.
+    """A wrapper and what it promises."""
 
-    Attributes:
-      wrap: Wraps what a `Make` makes.
-      twin: Optax's wrapper of the same semantics; itself where it is Optax's.
-      enabled: Whether a step, by its number, reaches the wrapped transformation.
-      inner: The wrapped transformation's state.
-      not_finite: The steps whose gradients are not finite.
-      hands_through: Whether a skipped step's updates are its gradients; else zero.
-      lookahead: Whether parameters are pairs of fast and slow ones.
-    """
-
-    wrap: Callable[[Make], Any]
+    wrap: Callable[[Make], Any]  # wraps what a `Make` makes
+    #: Optax's wrapper of the same semantics; itself where it is Optax's.
     twin: Callable[[Make], Any]
+    #: Whether a step, by its number, reaches the wrapped transformation.
     enabled: Callable[[int], bool] = lambda number: True
-    inner: Callable[[Any], Any] = itself
-    not_finite: tuple[int, ...] = ()
+    inner: Callable[[Any], Any] = itself  # the wrapped transformation's state
+    not_finite: tuple[int, ...] = ()  # the steps whose gradients are not finite
+    #: Whether a skipped step's updates are its gradients; else zero.
     hands_through: bool = False
-    lookahead: bool = False
+    lookahead: bool = False  # whether parameters are pairs of fast and slow ones
 
 
 def _optax(wrap: Callable[[Make], Any], **promises: Any) -> Wrapper:
