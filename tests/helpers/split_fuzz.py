@@ -23,7 +23,6 @@ import paged_optax as po
 from helpers import apart, broken, quick_compiler
 from helpers.split_models import Model
 from helpers.split_ops import NARROW
-from helpers.split_optimizers import OPTIMIZERS, paged
 from helpers.split_plain import Recipe, whole
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
@@ -35,6 +34,33 @@ FLAGS = f"--xla_allow_excess_precision=false {quick_compiler.FLAGS}"
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
 Numbers = dict[str, float]
+
+_is_matrix = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+_is_large = lambda params: jax.tree.map(lambda x: x.size > 12, params)
+
+
+def _rated(updates: Any, params: Any) -> Any:
+    """Another rate for each leaf, and so for each layer."""
+    leaves, structure = jax.tree.flatten(updates)
+    scaled = [(1 + n % 5) / 4 * x for n, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, scaled)
+
+
+#: They see the tree that the loss takes. A gradient of rounding errors alone must not
+#: become a whole step: `eps`.
+OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+    "muon": optax.contrib.muon(0.01, eps=1e-2),
+    "lamb": optax.lamb(0.01, eps=1e-2),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    "mask by shape": optax.adamw(0.01, eps=1e-2, weight_decay=0.5, mask=_is_matrix),
+    "mask by size": optax.adamw(0.01, eps=1e-2, weight_decay=0.5, mask=_is_large),
+    "rate by leaf": optax.chain(
+        optax.scale_by_adam(eps=1e-2), optax.stateless(_rated), optax.scale(-0.01)
+    ),
+}
+
+#: Of a stack of matrices these have no numbers by layer.
+BY_MATRIX = ("muon", "lamb", "adaptive clip")
 
 #: What refusals say where there are no layers but other lists.
 NO_LAYERS = ("no layers", "two layers", "are trained", "does not use layer")
@@ -96,12 +122,16 @@ _ADAMW, _SGD = {"learning_rate": 0.01, "eps": 1e-2}, {"learning_rate": 0.1}
 def _paged(recipe: Recipe) -> optax.GradientTransformation:
     """The same, paged; small leaves stay on the device if they are not."""
     if recipe["optimizer"]:
-        return paged(recipe["optimizer"], recipe["paged"])
+        tx = OPTIMIZERS[recipe["optimizer"]]
+        paging = {"page_size": 4096, "min_paged_size": 0}
+        return po.paged(tx, **paging) if recipe["paged"] else tx
     size: Any = 0 if recipe["paged"] else "1MiB"
     how = {"page_size": 4096, "min_paged_size": size}
-    if recipe["adamw"]:
-        return po.paged_adamw(**_ADAMW, **how)
-    return po.paged_sgd(**_SGD, **how)
+    return (
+        po.paged_adamw(**_ADAMW, **how)
+        if recipe["adamw"]
+        else po.paged_sgd(**_SGD, **how)
+    )
 
 
 def narrow(model: Model) -> bool:

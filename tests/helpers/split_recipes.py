@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 from helpers.split_blocks import BLOCKS, MATRICES
+from helpers.split_fuzz import BY_MATRIX, OPTIMIZERS
 from helpers.split_layer import ENDS, WRAPS
 from helpers.split_ops import OPS
-from helpers.split_optimizers import BY_MATRIX, OPTIMIZERS
 from helpers.split_plain import Recipe, brief, whole
 from helpers.split_trees import LISTED, STACKED
 

@@ -23,9 +23,15 @@ import math
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from helpers import aot, streams
+import jax
+
+from helpers import aot
 from helpers.hlo import Computations, Executor, Instruction, buffers
 from paged_optax.planning.cards import CARDS
+
+#: XLA:GPU deals to so many streams in turn: transfers of both directions, and slices on
+#: the device. None: each direction has a stream of its own, and slices wait for none.
+IN_TURN = 4 if jax.__version_info__ < (0, 12) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +124,10 @@ def cost(
         states none, and the last layer or the first may have a turn of its own.
       trips: Turns of the innermost loops of which it states none, in their order.
       overheads: What the runtime adds.
-      in_turn: Streams to which transfers and slices are dealt, see `streams.IN_TURN`.
+      in_turn: Streams to which transfers and slices are dealt, see `IN_TURN`.
     """
     program = Computations(hlo, trips)
-    run = _Run(machine, layers, program, overheads, streams.dealt(program, in_turn))
+    run = _Run(machine, layers, program, overheads, dealt(program, in_turn))
     run.cost.seconds = run.computation(program.entry, 0.0)
     return run.cost
 
@@ -148,7 +154,7 @@ def kernels(hlo: str, machine: Machine) -> Iterator[tuple[Instruction, float, in
 def between(hlo: str, machine: Machine, layers: int = 1) -> tuple[float, float]:
     """The least and the most seconds of a program of XLA:GPU, see `LOW` and `HIGH`."""
     low, high = (
-        cost(hlo, machine, layers, overheads=overheads, in_turn=streams.IN_TURN).seconds
+        cost(hlo, machine, layers, overheads=overheads, in_turn=IN_TURN).seconds
         for overheads in (LOW, HIGH)
     )
     return low, high
@@ -369,3 +375,51 @@ def _flash(instruction: Instruction, types: Mapping[str, str]) -> int:
 def _shape(types: str) -> tuple[int, ...]:
     """The first array's dimensions."""
     return next((buffer.shape for buffer in buffers(types)), ())
+
+
+# -- the streams on which the runtime starts what is asynchronous --------------------
+
+
+def dealt(program: Computations, streams: int | None) -> dict[str, int]:
+    """The stream of each instruction that starts something, if they are dealt in turn.
+
+    XLA goes through computations breadth first, and through each in post order.
+    """
+    found: dict[str, int] = {}
+    names = [program.entry] if streams else []
+    for name in names:  # grows
+        for instruction in _post_order(program.instructions[name]):
+            if instruction.started and streams:
+                found[instruction.name] = len(found) % streams
+            called = program.branches(instruction)
+            if instruction.operation == "while":
+                called = [instruction.named("condition"), instruction.named("body")]
+            names += [x for x in called if x not in names]
+    return found
+
+
+def _post_order(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Instructions after their operands, depth first from those that nothing uses."""
+    known = {x.name: x for x in instructions}
+    needs = {x.name: [n for n in _needs(x) if n in known] for x in instructions}
+    used = {name for each in needs.values() for name in each}
+    waiting = [x.name for x in reversed(instructions) if x.name not in used]
+    opened: set[str] = set()
+    ended: set[str] = set()
+    while waiting:
+        name = waiting[-1]
+        if name not in opened:
+            opened.add(name)
+            waiting += [x for x in reversed(needs[name]) if x not in opened]
+            continue
+        waiting.pop()
+        if name not in ended:
+            ended.add(name)
+            yield known[name]
+
+
+def _needs(instruction: Instruction) -> list[str]:
+    """Names of what comes before an instruction."""
+    found = re.search(r"control-predecessors=\{([^}]*)\}", instruction.line)
+    before = re.findall(r"%([\w.\-]+)", found[1]) if found else []
+    return [*reversed(before), *instruction.operands]
