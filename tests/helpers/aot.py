@@ -66,14 +66,7 @@ def h200(
     card: str = "h200",
     options: Mapping[str, Any] | None = None,
 ) -> MemoryReport:
-    """Compiles `build(mesh)` for `devices` H200s of one host, or other cards.
-
-    Args:
-      build: Makes the program.
-      devices: How many cards there are.
-      card: Which, of those in `targets`.
-      options: XLA's compiler options.
-    """
+    """Compiles `build(mesh)` for H200s of one host, or other cards of `targets`."""
     return lowered_for_h200(build, devices, card, options)[1]()
 
 

@@ -206,10 +206,7 @@ class Runs:
     def killed(self, kills: int, seed: int, seconds: float | None = None) -> Count:
         """As many kills, in as many runs as they take.
 
-        Args:
-          kills: How many.
-          seed: Of what is random.
-          seconds: Within which a life is killed; None: as many as a whole one takes.
+        A life is killed within some seconds; None: as many as a whole one takes.
         """
         chance, count = random.Random(seed), Count()
         if seconds is None:

@@ -102,9 +102,7 @@ class Outcome:
 def compiled(case: Case, anew: bool = True) -> Outcome:
     """Compiles a case; called in a process that may end in it.
 
-    Args:
-      case: The case.
-      anew: Whether to compile also what is on record as passed.
+    What is on record as passed is compiled only if `anew`.
     """
     cuts: list[sharing.Geometry] = []
     alone: list[sharing.Geometry] = []

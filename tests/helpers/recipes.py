@@ -219,9 +219,7 @@ _CHOICES += ["masters", "shard_map"]
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
     """How many recipes have each thing that can be drawn, by what it is a choice of."""
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
-    )
+    counts = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     for recipe in map(json.loads, recipes):
         blocks = recipe["before"] + recipe["after"]
         counts["steps"].update({name for name, *_ in recipe["steps"]})
@@ -252,8 +250,7 @@ def compared(
       draw: See `drawn`.
       count: See `covered`.
       differs: Whether a recipe came to what it should not.
-      script: Answers, see `apart`.
-      flags: XLA's, for the script.
+      script, flags: See `apart.outcomes`.
 
     Returns:
       The recipes that were reached, how many differ, and how the last line begins.

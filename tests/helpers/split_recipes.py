@@ -229,9 +229,7 @@ def _around(draw: random.Random, recipe: Recipe) -> Recipe:
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
     """How many recipes have each thing that can be drawn, by what it is a choice of."""
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
-    )
+    counts = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     for recipe in map(whole, map(json.loads, recipes)):
         names = {name for block in recipe["blocks"] for name, _ in block["ops"]}
         counts["ops"].update(names & {*OPS})

@@ -52,14 +52,8 @@ def machine_of(card: str) -> Machine:
 
     86% of the link, 61% of the products in bfloat16, 73% of the memory's rate.
     """
-    return Machine(
-        *(
-            part / whole * rate
-            for part, whole, rate in zip(
-                dataclasses.astuple(H200), _stated("h200"), _stated(card), strict=True
-            )
-        )
-    )
+    rates = dataclasses.astuple(H200), _stated("h200"), _stated(card)
+    return Machine(*(x / whole * y for x, whole, y in zip(*rates, strict=True)))
 
 
 def _stated(card: str) -> tuple[float, float, float]:
@@ -161,14 +155,9 @@ def between(hlo: str, machine: Machine, layers: int = 1) -> tuple[float, float]:
 
 
 def over_floor(hlo: str, least: int, trips: Sequence[int] = ()) -> float:
-    """The time of a program's transfers over the least that they can take.
+    """The time of a program's transfers over the least, if `least` bytes go each way.
 
     All that is no transfer takes no time.
-
-    Args:
-      hlo: The program.
-      least: Bytes that have to go in each direction.
-      trips: See `cost`.
     """
     return cost(hlo, Machine(link=1.0), trips=trips).seconds / least
 

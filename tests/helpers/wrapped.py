@@ -235,22 +235,10 @@ class Run:
     results: list[Any]
 
 
-def step_with(tx: Any) -> Callable[..., Any]:
-    def step(params, state, gradients, go):
-        updates, state = tx.update(gradients, state, params, go=go)
-        return optax.apply_updates(params, updates), state, updates
-
-    return step
-
-
 def run(wrapper: Wrapper, tx: Any, *, jitted: bool = True, count: int = STEPS) -> Run:
     """Steps with a wrapped transformation; fails if an array changes its memory.
 
-    Args:
-      wrapper: Its wrapper.
-      tx: The wrapped transformation.
-      jitted: Whether to use `jit_step`, with everything donated; else eager.
-      count: How many steps.
+    If jitted by `jit_step`, with everything donated; else eager.
     """
     tx = optax.with_extra_args_support(tx)
     params = arrays(shapes=SHAPES)
@@ -260,7 +248,11 @@ def run(wrapper: Wrapper, tx: Any, *, jitted: bool = True, count: int = STEPS) -
     params = jax.device_put(params, jax.devices()[0])
     state = tx.init(params)
     places, inner, results = kinds(state), [_bits(wrapper.inner(state))], []
-    step = step_with(tx)
+
+    def step(params, state, gradients, go):
+        updates, state = tx.update(gradients, state, params, go=go)
+        return optax.apply_updates(params, updates), state, updates
+
     for number in range(count):
         gradients = gradients_of(wrapper, number)
         arguments = (params, state, gradients, jnp.asarray(every_third(number)))
