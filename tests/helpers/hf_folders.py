@@ -31,21 +31,11 @@ SIZES = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 #: As Llama 3.2 has it, for texts that are longer than 32 tokens.
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+SCALED |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"norm_topk_prob": True, "decoder_sparse_step": 1}
 #: Seven layers: five that see a window, one that sees all, one more.
 GEMMA = {
     "num_hidden_layers": 7,
@@ -57,14 +47,8 @@ GEMMA = {
     },
 }
 #: What sees pictures beside it.
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 #: For each family the class of its configuration, and what differs.
 FAMILIES = {
     "qwen3": ("Qwen3Config", {"rope_parameters": PLAIN, "tie_word_embeddings": True}),

@@ -81,7 +81,7 @@ class Overheads:
     slices: float = 0.0  # how often a slice copied on the device crosses its memory
 
 
-#: Assumptions, from what such machines are known for.
+#: Assumptions, from what such machines are known for, in the order of the fields.
 LOW = Overheads(2e-6, 1e-6, 4e-6, 20e-6, 15e-6, 0.95, 0.95, 0.8, 2.0)
 HIGH = Overheads(3e-6, 2e-6, 12e-6, 50e-6, 60e-6, 0.85, 0.7, 0.5, 2.0)
 
