@@ -11,9 +11,11 @@ not there has no memories to name, and handed to the compile-only client.
 
 import collections
 import contextlib
+import csv
 import math
 import pathlib
 import re
+import string
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -36,14 +38,16 @@ from paged_optax.engine.pages import Pages
 
 Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
-_TARGETS = pathlib.Path(__file__).parent / "targets"
-#: The cards of `targets`.
-TARGETS = tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
+_FOLDER = pathlib.Path(__file__).parent / "targets"
+_ROWS = (_FOLDER / "cards.csv").read_text().splitlines()
+#: What differs from card to card, by their names.
+TARGETS = {x["card"]: x for x in csv.DictReader(_ROWS)}
 
 
 def target(card: str) -> str:
-    """What XLA is told of a card, of which `targets` has a file."""
-    return (_TARGETS / f"{card}.txtpb").read_text()
+    """What XLA is told of a card, of which `targets` has a line."""
+    text = (_FOLDER / "card.txtpb").read_text()
+    return string.Template(text).substitute(TARGETS[card])
 
 
 def options_on(card: str) -> Mapping[str, Any]:
