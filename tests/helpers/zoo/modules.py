@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from helpers.zoo import TOKENS, VOCAB, WIDTH, cross_entropy, model, normal
+from helpers.zoo.plain import TOKENS, VOCAB, WIDTH, cross_entropy, model, normal
 
 
 def norm(x, layer):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from helpers.zoo import TOKENS, cross_entropy, in_turn, model, parameters, rms
+from helpers.zoo.plain import TOKENS, cross_entropy, in_turn, model, parameters, rms
 
 #: What each saves for a layer: one activation of every tower.
 TOWERS = {"distilled": 2, "preferences": 4, "siamese": 2, "two_encoders": 2}
