@@ -240,6 +240,17 @@ def platform(request, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture(scope="session")
+def compilations():
+    """The events of compilations, so far."""
+    events = []
+    compiled = "/jax/core/compile/backend_compile_duration"
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: events.append(name) if name == compiled else None
+    )
+    return events
+
+
 @pytest.fixture(scope="module")
 def example():
     """The package `examples/finetune_hf`."""

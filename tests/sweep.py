@@ -9,20 +9,16 @@ fingerprint is not compiled again: it is the same program, compiler and plan.
 """
 
 import argparse
-import collections
-import concurrent.futures
 import dataclasses
 import itertools
 import json
 import math
 import os
-import queue
 import random
 import sys
-import time
 from collections.abc import Iterator, Sequence
 
-from helpers import models, one_leaf
+from helpers import apart, models, one_leaf
 from helpers.one_leaf import COMPILERS, FORMATS, MIB, PAGE_SIZES, PHASES, Case, Outcome
 
 
@@ -55,56 +51,27 @@ def outcomes(
       seed: Shuffles them; None: their own order.
       anew: Whether to compile also what is on record as passed.
     """
-    from helpers import apart
-
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     apart_from_size = lambda case: dataclasses.replace(case, page_size="")
     groups = [list(group) for _, group in itertools.groupby(chosen, apart_from_size)]
     if seed is not None:
         random.Random(seed).shuffle(groups)
-    waiting = collections.deque(groups)
-    end = time.monotonic() + 60 * minutes
-    done: queue.SimpleQueue[tuple[Case, Outcome] | None] = queue.SimpleQueue()
-
-    def work() -> None:
-        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        try:
-            while waiting and time.monotonic() < end:
-                ask_for_each()
-        except IndexError:
-            pass  # another worker took the last cases
-        finally:
-            done.put(None)
-
-    def ask_for_each() -> None:
-        left: list[Case] = []
-        try:
-            with apart.process(one_leaf.__file__, "--xla_gpu_autotune_level=0") as ask:
-                while waiting and time.monotonic() < end:
-                    left = waiting.popleft()
-                    while left:
-                        question = dataclasses.asdict(left[0]) | {"anew": anew}
-                        reply = ask(json.dumps(question))
-                        done.put((left.pop(0), Outcome(**reply)))
-        except RuntimeError as error:
-            last = str(error).strip().splitlines()[-1][:200]
-            done.put((left.pop(0), Outcome(error=f"the process ended: {last}")))
-            if left:
-                waiting.appendleft(left)
-
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        running = [pool.submit(work) for _ in range(workers)]
-        left = workers
-        while left:
-            if (one := done.get()) is None:
-                left -= 1
-                continue
-            case, outcome = one
-            if outcome.failure:
-                print(*dataclasses.astuple(case), "->", outcome.failure, flush=True)
-            yield one
-        for each in running:
-            each.result()
+    cases = {json.dumps(dataclasses.asdict(x) | {"anew": anew}): x for x in chosen}
+    questions = {case: question for question, case in cases.items()}
+    asked = [[questions[case] for case in group] for group in groups]
+    script, flags = one_leaf.__file__, "--xla_gpu_autotune_level=0"
+    for question, reply in apart.outcomes(asked, workers, minutes, script, flags):
+        if isinstance(reply, str):
+            last = reply.strip().splitlines()[-1][:200]
+            outcome = Outcome(error=f"the process ended: {last}")
+        else:
+            outcome = Outcome(**reply)
+        if outcome.failure:
+            print(
+                *dataclasses.astuple(cases[question]), "->", outcome.failure, flush=True
+            )
+        yield cases[question], outcome
 
 
 def main() -> None:

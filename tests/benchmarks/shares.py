@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from helpers import step_model, streams
+from helpers import step_model
 from helpers.hlo import Computations, Executor, Instruction
 
 #: The parts of a step, in the picture's order.
@@ -56,7 +56,7 @@ def by_model(hlo: str, machine: step_model.Machine, layers: int) -> dict[str, fl
     for instruction, least, times in step_model.kernels(hlo, machine):
         seconds[part_of(program, instruction)] += times * least
     cost = step_model.cost(
-        hlo, machine, layers, overheads=step_model.LOW, in_turn=streams.IN_TURN
+        hlo, machine, layers, overheads=step_model.LOW, in_turn=step_model.IN_TURN
     )
     seconds["launches"] = max(cost.compute - sum(seconds.values()), 0.0)
     seconds["exposed transfers"] = cost.exposed

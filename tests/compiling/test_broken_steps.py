@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import paged_optax as po
-from helpers.alone import alone
+from helpers.apart import alone
 from helpers.checkpoints import bits, target_of
 from helpers.reference import kinds
 from helpers.small import DEVICE, HOST, TX, small

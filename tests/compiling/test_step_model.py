@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from helpers import step_model, streams
+from helpers import step_model
 from helpers.hlo import Computations
 from helpers.runtime_counts import RuntimeCounts
 from helpers.step_model import Machine, Overheads
@@ -121,16 +121,20 @@ def test_streams(in_turn, wanted):
 
 def test_streams_are_dealt_in_post_order():
     """What is used first comes first, after what it has to wait for."""
-    assert streams.dealt(Computations(AT_ONCE), None) == {}
-    assert streams.dealt(Computations(AT_ONCE), 2) == {"up": 0, "down": 1, "slice": 0}
+    assert step_model.dealt(Computations(AT_ONCE), None) == {}
+    assert step_model.dealt(Computations(AT_ONCE), 2) == {
+        "up": 0,
+        "down": 1,
+        "slice": 0,
+    }
     other = AT_ONCE.replace("tuple(%c, %d, %e)", "tuple(%e, %d, %c)")
-    assert streams.dealt(Computations(other), 2) == {"slice": 0, "down": 1, "up": 0}
+    assert step_model.dealt(Computations(other), 2) == {"slice": 0, "down": 1, "up": 0}
     # What nothing uses comes in the order of the program.
     other = AT_ONCE.replace("tuple(%c, %d, %e)", "tuple(%c)")
-    assert streams.dealt(Computations(other), 3) == {"down": 0, "slice": 1, "up": 2}
+    assert step_model.dealt(Computations(other), 3) == {"down": 0, "slice": 1, "up": 2}
     after = "copy-start(%a), control-predecessors={%slice}"
     other = AT_ONCE.replace("copy-start(%a)", after)
-    assert streams.dealt(Computations(other), 2) == {"slice": 0, "up": 1, "down": 0}
+    assert step_model.dealt(Computations(other), 2) == {"slice": 0, "up": 1, "down": 0}
 
 
 def test_a_range():

@@ -37,7 +37,7 @@ def test_default_settings_are_at_the_links_rate(compile_for):
     assert time <= 1.10
     plan = po.plan(tx, params)
     assert report.device_temp <= min(plan.scratch_bytes + 8 * MIB, 32 * MIB)
-    assert aot.traffic(report.hlo, 16 * [16]) == plan.link_bytes
+    assert step_model.traffic(report.hlo, 16 * [16]) == plan.link_bytes
 
 
 def gpt_2():

@@ -296,7 +296,7 @@ def test_adapters_are_few_programs(compile_for):
     computed = lambda report: report.hlo.count(" divide(")
     assert computed(many) <= (2 if compile_for is aot.h200 else 8) * computed(one)
     assert many.device_temp <= plan.scratch_bytes + MIB
-    assert aot.traffic(many.hlo) == plan.link_bytes
+    assert step_model.traffic(many.hlo) == plan.link_bytes
 
 
 @pytest.mark.compiler
@@ -327,7 +327,7 @@ def test_each_pages_address():
     assert 2051 * 4096 * 4 % page
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
     assert places == {("read", page, page), ("write", 0, page)}
-    assert aot.traffic(report.hlo) == plan.link_bytes
+    assert step_model.traffic(report.hlo) == plan.link_bytes
 
 
 def adapters(rank, layers=16):

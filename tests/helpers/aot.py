@@ -11,13 +11,14 @@ not there has no memories to name, and handed to the compile-only client.
 
 import collections
 import contextlib
-import dataclasses
+import csv
 import math
 import pathlib
 import re
+import string
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -30,26 +31,23 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
-from helpers.hlo import Computations, Executor
-from paged_optax.backend.compiler_options import (
-    addressing_options,
-    overlap_options,
-)
+from paged_optax.backend.compiler_options import addressing_options, overlap_options
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages
 
 Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
-
-_TARGETS = pathlib.Path(__file__).parent / "targets"
-#: The cards of `targets`.
-TARGETS = tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
+_FOLDER = pathlib.Path(__file__).parent / "targets"
+_ROWS = (_FOLDER / "cards.csv").read_text().splitlines()
+#: What differs from card to card, by their names.
+TARGETS = {x["card"]: x for x in csv.DictReader(_ROWS)}
 
 
 def target(card: str) -> str:
-    """What XLA is told of a card, of which `targets` has a file."""
-    return (_TARGETS / f"{card}.txtpb").read_text()
+    """What XLA is told of a card, of which `targets` has a line."""
+    text = (_FOLDER / "card.txtpb").read_text()
+    return string.Template(text).substitute(TARGETS[card])
 
 
 def options_on(card: str) -> Mapping[str, Any]:
@@ -62,17 +60,8 @@ def options_on(card: str) -> Mapping[str, Any]:
     return {**overlap_options(device), **addressing_options(device)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A lowered program.
-
-    Attributes:
-      lowered: It, in StableHLO.
-      compile: Compiles it, and says what the compiler made of it.
-    """
-
-    lowered: jax.stages.Lowered
-    compile: Callable[[], MemoryReport]
+#: A lowered program, and what compiles it and gives what the compiler made of it.
+Program = tuple[jax.stages.Lowered, Callable[[], MemoryReport]]
 
 
 def h200(
@@ -81,20 +70,13 @@ def h200(
     card: str = "h200",
     options: Mapping[str, Any] | None = None,
 ) -> MemoryReport:
-    """Compiles `build(mesh)` for `devices` H200s of one host, or other cards.
-
-    Args:
-      build: Makes the program.
-      devices: How many cards there are.
-      card: Which, of those in `targets`.
-      options: XLA's compiler options.
-    """
-    return lowered_for_h200(build, devices, card, options).compile()
+    """Compiles `build(mesh)` for H200s of one host, or other cards of `targets`."""
+    return lowered_for_h200(build, devices, card, options)[1]()
 
 
 def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryReport:
     """Compiles `build(mesh)` for the first `devices` chips of a TPU topology."""
-    return lowered_for_v5e(build, devices, topology).compile()
+    return lowered_for_v5e(build, devices, topology)[1]()
 
 
 def lowered_for_h200(
@@ -125,16 +107,15 @@ def lowered_for_h200(
         hlo = compiled.hlo_modules()[0].to_string()
         return MemoryReport.create(compiled.get_compiled_memory_stats(), hlo, "gpu")
 
-    return Program(lowered, compile)
+    return lowered, compile
 
 
 def lowered_for_v5e(
     build: Build, devices: int = 1, topology: str = "v5e:2x2"
 ) -> Program:
-    """Lowers `build(mesh)` for the first `devices` chips of a TPU topology."""
-    chips = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology
-    ).devices[:devices]
+    """Lowers what `v5e` compiles."""
+    every = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    chips = every.devices[:devices]
     jitted, args = build(Mesh(np.array(chips), ("x",)))
     lowered = jitted.lower(*args)
 
@@ -145,7 +126,7 @@ def lowered_for_v5e(
             compiled.memory_analysis(), compiled.as_text(), "tpu"
         )
 
-    return Program(lowered, compile)
+    return lowered, compile
 
 
 @contextlib.contextmanager
@@ -172,33 +153,6 @@ def with_cudnn() -> Iterator[None]:
         version = {"check_cudnn_version": lambda: 91_400}
         stack.enter_context(mock.patch.multiple(fused_attention_stablehlo, **version))
         yield
-
-
-def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
-    """Bytes that a scheduled program moves between host and device, both ways.
-
-    Args:
-      hlo: The program.
-      trips: See `Computations`.
-    """
-    program = Computations(hlo, trips)
-
-    def moved(name: str, last: bool = False) -> int:
-        total = 0
-        for instruction in program.instructions[name]:
-            if instruction.operation == "while":
-                loop = program.loop(instruction)
-                body, turns = loop.body, loop.turns
-                total += (turns - 1) * moved(body) + moved(body, turns > 1)
-            elif called := program.branches(instruction):
-                # In a loop's last turn nothing is left to do under a condition.
-                if not (last and instruction.operation == "conditional"):
-                    total += sum(map(moved, called))
-            elif program.executor(instruction) in (Executor.ENGINE, Executor.ZERO_COPY):
-                total += program.moved_by(instruction)
-        return total
-
-    return moved(program.entry)
 
 
 def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
@@ -251,16 +205,10 @@ def descriptors(hlo: str) -> collections.Counter[tuple[str, str, int, int]]:
             continue
         for line in computation.splitlines():
             operation = re.search(r" dynamic-(update-)?slice\(", line)
-            if operation is None:
-                continue
             fields = dict(re.findall(r'"byte_(offset|stride)":"(-?\d+)"', line))
-            if fields:
+            if operation and fields:
                 kind = "write" if operation[1] else "read"
                 shape = re.search(r"dynamic_slice_sizes=\{([\d,]*)\}", line)
-                found[
-                    kind,
-                    shape[1] if shape else "",
-                    int(fields["offset"]),
-                    int(fields["stride"]),
-                ] += 1
+                where = (int(fields[name]) for name in ("offset", "stride"))
+                found[kind, shape[1] if shape else "", *where] += 1
     return found

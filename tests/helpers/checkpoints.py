@@ -82,17 +82,12 @@ def manager(directory, saved, target):
 
 def pytree(directory, saved, target):
     """Orbax's `PyTreeCheckpointer`, with the arguments that Flax derives."""
+    saving = orbax_utils.save_args_from_target(saved)
+    restoring = ocp.checkpoint_utils.construct_restore_args(target)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(
-            directory / "pytree",
-            saved,
-            save_args=orbax_utils.save_args_from_target(saved),
-        )
-        return checkpointer.restore(
-            directory / "pytree",
-            item=target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-        )
+        checkpointer.save(directory / "pytree", saved, save_args=saving)
+        found = directory / "pytree"
+        return checkpointer.restore(found, item=target, restore_args=restoring)
 
 
 def flax_bytes(directory, saved, target):

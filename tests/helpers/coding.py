@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_optax.codecs import (
-    BFloat16Codec,
-    DynamicInt4,
-    DynamicInt8,
-    Float8E4M3,
-    draw,
-)
+from paged_optax.codecs import BFloat16Codec, DynamicInt4, DynamicInt8, Float8E4M3, draw
 
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 BLOCKED = {

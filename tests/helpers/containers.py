@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from helpers.stacked import mean_loss
+
 
 class Named(NamedTuple):
     b: Any
@@ -100,10 +102,5 @@ def model(
     }
 
 
-def loss(params: Any, batch: Array) -> Array:
-    """The same as one function of all parameters."""
-    x, context = prologue(params, batch)
-    for i in range(2):
-        weights = jax.tree.map(lambda w, i=i: w[i], params["layers"])
-        x, _ = layer(weights, x, context, jnp.int32(i))
-    return epilogue(params, x, None, batch)
+#: The same as one function of all parameters.
+loss = mean_loss((prologue, layer, epilogue))

@@ -9,14 +9,8 @@ import jax.numpy as jnp
 import optax
 
 import paged_optax as po
-from helpers import aot
-from helpers.programs import (
-    ordinary_step,
-    placed,
-    placed_by_type,
-    shardings,
-    state_on,
-)
+from helpers import aot, programs
+from helpers.programs import ordinary_step, placed, shardings, state_on
 from paged_optax.planning import models
 
 
@@ -92,43 +86,27 @@ def layerwise(
     **settings,
 ):
     """What `aot` compiles: the layerwise step, everything donated."""
-    step = po.layerwise_step(
-        po.LayerwiseModel(model.prologue, model.layer, model.epilogue), tx, **settings
-    )
+    layers = po.LayerwiseModel(model.prologue, model.layer, model.epilogue)
+    step = po.layerwise_step(layers, tx, **settings)
+    room = {"host_dtype": host_dtype, "device_dtype": device_dtype}
 
     def build(mesh):
         device, host = aot.placements(mesh)
         params = placed(model.shapes(), device)
+        on_host = lambda tree, rank: {
+            name: placed(x, host) if len(x.shape) == rank else x
+            for name, x in tree.items()
+            if name != "layers"
+        }
         if weights_on_host:
-            params["layers"] = {
-                name: placed(x, host) if len(x.shape) == 3 else x
-                for name, x in params["layers"].items()
-            }
+            params["layers"] = on_host(params["layers"], 3)
         if rest_on_host:
-            params |= {
-                name: placed(x, host)
-                for name, x in model.shapes().items()
-                if name != "layers" and len(x.shape) == 2
-            }
-        state = state_on(mesh, tx, model.shapes())
-        rest = {name: x for name, x in params.items() if name != "layers"}
-        workspace = po.GradientWorkspace.allocate(
-            params["layers"],
-            host_dtype=host_dtype,
-            device_dtype=device_dtype,
-            rest=rest if deferred else None,
-        )
+            params |= on_host(params, 2)
         batch = model.batch(device, *([] if size is None else [size]))
-        args = params, state, workspace, batch
-        closed, results = jax.make_jaxpr(step, return_shape=True)(*args)
-        results = placed_by_type(results, closed.out_avals, mesh)
-        jitted = jax.jit(
-            step,
-            donate_argnums=(0, 1, 2),
-            keep_unused=True,
-            out_shardings=shardings(results),
+        rest = True if deferred else None
+        return programs.layerwise(
+            mesh, step, layers, tx, params, batch, rest=rest, **room
         )
-        return jitted, args
 
     return build
 
@@ -153,33 +131,10 @@ QWEN = functools.partial(Decoder, hidden=2560, key=1024, inner=9728, layers=36)
 REFERENCE = QWEN(query=2560)
 QWEN3_4B = QWEN(query=4096, vocabulary=151936, dtype=jnp.bfloat16)
 #: Of four layers, with an output matrix of its own, to run.
-SMALL = Decoder(
-    hidden=128,
-    query=128,
-    key=64,
-    inner=256,
-    layers=4,
-    vocabulary=512,
-    tied=False,
-    head=32,
+_SIZES = {"hidden": 128, "query": 128, "key": 64, "inner": 256, "layers": 4}
+SMALL = Decoder(**_SIZES, vocabulary=512, tied=False, head=32)
+_LLAMA3 = functools.partial(
+    Decoder, key=1024, vocabulary=128256, tied=False, dtype=jnp.bfloat16
 )
-LLAMA3_70B = Decoder(
-    hidden=8192,
-    query=8192,
-    key=1024,
-    inner=28672,
-    layers=80,
-    vocabulary=128256,
-    tied=False,
-    dtype=jnp.bfloat16,
-)
-LLAMA3_8B = Decoder(
-    hidden=4096,
-    query=4096,
-    key=1024,
-    inner=14336,
-    layers=32,
-    vocabulary=128256,
-    tied=False,
-    dtype=jnp.bfloat16,
-)
+LLAMA3_70B = _LLAMA3(hidden=8192, query=8192, inner=28672, layers=80)
+LLAMA3_8B = _LLAMA3(hidden=4096, query=4096, inner=14336, layers=32)

@@ -60,40 +60,31 @@ def layerwise(max_norm=None, **settings):
     po.jit_step(po.layerwise_step(model, tx, max_norm=max_norm), *args)
 
 
+def trains(*settings, **how):
+    """What each process does, by the settings of its `adamw`, or of them both."""
+    both = settings * (2 // len(settings))
+    return [lambda each=each: train(adamw(**each), **how) for each in both]
+
+
 #: By what differs: what the first process does, and the second. Neither does what it
 #: did before, for that would not be compared again.
 WAYS = {
-    "nothing": [lambda: train(adamw())] * 2,
-    "nothing again": [lambda: train(adamw())] * 2,
-    "the page size": [
-        lambda: train(adamw(2.0)),
-        lambda: train(adamw(2.0, page_size="8KiB")),
-    ],
-    "the budget": [
-        lambda: train(adamw(device_budget="1MiB")),
-        lambda: train(adamw(device_budget="2MiB")),
-    ],
-    "the codec": [
-        lambda: train(adamw(codec="bfloat16")),
-        lambda: train(adamw(codec={"mu": "bfloat16"})),
-    ],
-    "the masters": [
-        lambda: train(adamw(master_dtype="float32")),
-        lambda: train(adamw(b1=0.8)),
-    ],
-    "the rate": [lambda: train(adamw(0.25)), lambda: train(adamw(0.5))],
+    "nothing": trains({}),
+    "nothing again": trains({}),
+    "the page size": trains({"rate": 2.0}, {"rate": 2.0, "page_size": "8KiB"}),
+    "the budget": trains({"device_budget": "1MiB"}, {"device_budget": "2MiB"}),
+    "the codec": trains({"codec": "bfloat16"}, {"codec": {"mu": "bfloat16"}}),
+    "the masters": trains({"master_dtype": "float32"}, {"b1": 0.8}),
+    "the rate": trains({"rate": 0.25}, {"rate": 0.5}),
     "the sharding": [
         lambda: train(adamw(0.125), parameters(ROWS)),
         lambda: train(adamw(0.125), parameters(COLUMNS)),
     ],
     "who called init": [
-        lambda: train(adamw(0.0625), parameters()),
-        lambda: train(adamw(0.0625), parameters(), init=adamw()),
+        lambda: train(adamw(0.0625)),
+        lambda: train(adamw(0.0625), init=adamw()),
     ],
-    "by jit_step": [
-        lambda: train(adamw(b2=0.75), compile=po.jit_step),
-        lambda: train(adamw(b2=0.5), compile=po.jit_step),
-    ],
+    "by jit_step": trains({"b2": 0.75}, {"b2": 0.5}, compile=po.jit_step),
     "layerwise, nothing": [layerwise, layerwise],
     "layerwise, the norm": [
         lambda: layerwise(max_norm=1.0),

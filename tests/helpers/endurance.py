@@ -52,16 +52,12 @@ def active_in(number: int) -> dict[str, jax.Array]:
 
 
 class Training(NamedTuple):
-    """A way to train the experts.
+    """A way to train the experts."""
 
-    Attributes:
-      init: Makes the state of parameters.
-      update: Takes gradients, state, parameters and what is active.
-      rebalance: What happens to a state before a step, by its number.
-    """
-
-    init: Callable[[Any], Any]
+    init: Callable[[Any], Any]  # makes the state of parameters
+    #: Takes gradients, state, parameters and what is active.
     update: Callable[..., tuple[Any, Any]]
+    #: What happens to a state before a step, by its number.
     rebalance: Callable[[Any, int], Any] = lambda state, number: state
 
 
@@ -81,21 +77,13 @@ def eight_bits(budget: str | None, **paging: Any) -> Training:
 
 
 class Outcome(NamedTuple):
-    """What became of a run.
+    """What became of a run."""
 
-    Attributes:
-      params: The parameters.
-      state: The state.
-      programs: How often the step was traced.
-      early: Bytes of the process after the first steps.
-      late: Bytes of the process in the end.
-    """
-
-    params: Any
-    state: Any
-    programs: int
-    early: int
-    late: int
+    params: Any  # the parameters
+    state: Any  # the state
+    programs: int  # how often the step was traced
+    early: int  # bytes of the process after the first steps
+    late: int  # bytes of the process in the end
 
     @property
     def growth(self) -> float:

@@ -19,6 +19,7 @@ import optax
 
 import paged_optax as po
 from helpers import apart, extreme, reference
+from helpers.fuzz_parts import scale_by_value
 
 FLAGS = "--xla_cpu_max_isa=AVX --xla_disable_hlo_passes=algsimp"
 
@@ -52,20 +53,6 @@ def slow_copies() -> optax.GradientTransformation:
         return updates, (slow, count + 1)
 
     return optax.GradientTransformation(init, update)
-
-
-def scale_by_value() -> optax.GradientTransformationExtraArgs:
-    """Reads an extra argument, `value`, into the updates and the state."""
-
-    def update(updates, state, params=None, *, value, **extra_args):
-        del params, extra_args
-        state = jax.tree.map(lambda x: 0.5 * x + value, state)
-        return jax.tree.map(lambda u, x: u * value + x, updates, state), state
-
-    def init(params):
-        return jax.tree.map(jnp.zeros_like, params)
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 _SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 12)
@@ -142,12 +129,5 @@ def run(name: str) -> dict[str, dict[str, float]]:
     )
 
 
-def _outcome(name: str) -> Any:
-    try:
-        return run(name)
-    except Exception as error:  # one case must not hide the others
-        return f"{type(error).__name__}: {error}"
-
-
 if __name__ == "__main__":
-    apart.answer(_outcome)
+    apart.answer(run)

@@ -8,7 +8,6 @@ for, see `apart`; the flags are those of `exact`.
 import contextlib
 import functools
 import gc
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,32 +20,19 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
-from helpers import apart, exact, quick_compiler, reference
+from helpers import apart, broken, exact, quick_compiler, reference
 from helpers import fuzz_masters as masters
 from helpers import fuzz_parts as parts
-from helpers.fuzz_leaves import (
-    Leaf,
-    coder,
-    each,
-    leaves_of,
-    on_one_device,
-    unnamed,
-)
+from helpers.fuzz_leaves import Leaf, coder, each, leaves_of, on_one_device, unnamed
 from paged_optax.engine import transfers
 
 #: Nearly all of a case is XLA:CPU's compiler. Without YNNPACK, whose
 #: `ynn::define_static_transpose` now and then reads what is not there when a sum first
 #: runs, and ends the process (jaxlib 0.10.2: four of four that ran one such recipe for
 #: two minutes; none without).
-FLAGS = " ".join(
-    (
-        f"{exact.FLAGS} --xla_force_host_platform_device_count=8",
-        "--xla_cpu_experimental_ynn_fusion_type=",
-        *(
-            f"--{name}={value}".lower()
-            for name, value in quick_compiler.OPTIONS.items()
-        ),
-    )
+FLAGS = (
+    f"{exact.FLAGS} {quick_compiler.FLAGS} --xla_force_host_platform_device_count=8"
+    " --xla_cpu_experimental_ynn_fusion_type="
 )
 
 Recipe = dict[str, Any]
@@ -68,16 +54,14 @@ class Case:
     Both start each step from the same state, which Optax is given decoded. What it
     makes of it is stored as the paged state is; what belongs to a parameter that is not
     active stays.
-
-    Args:
-      recipe: The recipe.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe, inner = recipe, transformation(recipe)
-        settings = ("page_size", "min_paged_size", "device_budget", "codec")
-        kept = dict([recipe["masters"]]) if recipe["masters"] else {}
-        paged = po.paged(inner, **{name: recipe[name] for name in settings}, **kept)
+        names = ("page_size", "min_paged_size", "device_budget", "codec")
+        settings = {name: recipe[name] for name in names}
+        settings |= [recipe["masters"]] if recipe["masters"] else []
+        paged = po.paged(inner, **settings)
         following = [parts.FOLLOWING[name]() for name in recipe["following"]]
         self.following, alone = optax.chain(optax.identity(), *following), inner
         if following and not recipe["masters"]:
@@ -130,8 +114,12 @@ class Case:
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
         """The mesh, where its axes are explicit."""
-        explicit = self.mesh and self.recipe["mesh"]["kind"] == "Explicit"
+        explicit = self.over("Explicit")
         return jax.set_mesh(self.mesh) if explicit else contextlib.nullcontext()
+
+    def over(self, kind: str) -> bool:
+        """Whether there is a mesh of such axes."""
+        return self.mesh is not None and self.recipe["mesh"]["kind"] == kind
 
     def options(self) -> dict[str, Any]:
         """How XLA compiles both, where it would round what follows in two ways.
@@ -141,9 +129,9 @@ class Case:
         constrains the sharding of each result: plain Optax differs there from itself.
         What is paged never sees those axes, and what follows does.
         """
-        explicit = self.mesh and self.recipe["mesh"]["kind"] == "Explicit"
         outside = self.recipe["following"] and not self.recipe["masters"]
-        return {"xla_allow_excess_precision": False} if explicit and outside else {}
+        apart = self.over("Explicit") and outside
+        return {"xla_allow_excess_precision": False} if apart else {}
 
     def divide(self, tree: Any) -> Any:
         """Divides a tree along those axes that the mesh's divide evenly."""
@@ -166,10 +154,8 @@ class Case:
     def made(self) -> Any:
         """The paged state."""
         # Under `jit` over automatic axes nothing says how arrays are divided.
-        automatic = self.mesh and self.recipe["mesh"]["kind"] == "Auto"
-        init = self.paged.init
-        if self.recipe["traced_init"] and not automatic:
-            init = jax.jit(init)
+        traced = self.recipe["traced_init"] and not self.over("Auto")
+        init = jax.jit(self.paged.init) if traced else self.paged.init
         with self.around():
             return init(self.divide(self.params))
 
@@ -185,17 +171,10 @@ class Case:
             updates = jax.tree.map(
                 lambda x, on: x if on else jnp.zeros_like(x), updates, one_each
             )
-            on = lambda leaf: (
-                any(gates) if leaf.param_index is None else gates[leaf.param_index]
-            )
-            kept = each(
-                lambda leaf, x, y: x if on(leaf) else y, self.leaves, kept, state
-            )
-        traced = closed = None
-        if gates is not None and self.recipe["traced"]:
-            traced = list(map(jnp.asarray, gates))
-        elif gates is not None:
-            closed = tuple(gates)
+            either = lambda leaf, x, y: x if leaf.is_active(gates) else y
+            kept = each(either, self.leaves, kept, state)
+        closed = None if gates is None or self.recipe["traced"] else tuple(gates)
+        traced = None if gates is None or closed else list(map(jnp.asarray, gates))
         given = self.divide(gradients), state, self.divide(self.params)
         with self.around():
             moved, state = self.found(*given, value, traced, closed=closed)
@@ -203,25 +182,17 @@ class Case:
         return state, found | _apart(f"state {number}", kept, state)
 
     def _update(self, gradients, state, params, value, traced, closed):
-        active, gates = {}, traced or closed
-        if gates:
-            active["active"] = jax.tree.structure(gradients).unflatten(gates)
-        return self.paged.update(gradients, state, params, **value, **active)
+        if gates := traced or closed:
+            value = value | {"active": jax.tree.structure(gradients).unflatten(gates)}
+        return self.paged.update(gradients, state, params, **value)
 
     def _update_parts(self, gradients, state, params, *_, **__):
         """By each device's own part, within a `jax.shard_map`."""
-        parted = lambda x: (
-            x.sharding.spec
-            if isinstance(x.sharding, NamedSharding)
-            else PartitionSpec()
-        )
-        given = gradients, state, params
-        specs = jax.tree.map(parted, given)
+        given, whole = (gradients, state, params), PartitionSpec()
+        into = jax.tree.map(lambda x: getattr(x.sharding, "spec", whole), given)
+        out = into[2], into[1]
         update = jax.shard_map(
-            self.paged.update,
-            mesh=self.mesh,
-            in_specs=specs,
-            out_specs=(specs[2], specs[1]),
+            self.paged.update, mesh=self.mesh, in_specs=into, out_specs=out
         )
         return (update if self.recipe["eager"] else jax.jit(update))(*given)
 
@@ -241,9 +212,9 @@ class OnMasters(Case):
 
     def step(self, number: int, state: Any) -> tuple[Any, dict[str, float]]:
         gradients, params = self.gradients(number), self.params
-        value = self.value(number)
         old = each(Leaf.decode, self.leaves, state.inner_state)
         before = masters.of(params, state)
+        value = self.value(number)
         updates, new = self.expected(masters.wide(gradients), old, before, **value)
         wanted = each(Leaf.encode, self.leaves, new)
         given = self.divide(gradients), state, self.divide(params)
@@ -321,30 +292,7 @@ def forget() -> None:
     gc.collect()
 
 
-def outcome(recipe: str) -> Any:
-    """The distances of a recipe in JSON, or what went wrong."""
-    try:
-        return run(json.loads(recipe))
-    except Exception as error:  # one case must not hide the others
-        return f"{type(error).__name__}: {error}"
-
-
-def serve() -> None:
-    """Answers with the distances of the recipes that it is asked for."""
-    # Of what JAX traces little is garbage.
-    gc.freeze()
-    gc.set_threshold(200_000)
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    asked = itertools.count(1)
-
-    def answer(recipe: str) -> Any:
-        found = outcome(recipe)
-        if next(asked) % 100 == 0:
-            forget()
-        return found
-
-    apart.answer(answer)
-
-
 if __name__ == "__main__":
-    serve()
+    broken.break_by_name()
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    apart.answer(lambda recipe: run(json.loads(recipe)), forget)

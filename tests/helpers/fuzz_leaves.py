@@ -24,17 +24,15 @@ def coder(codec: Codec, shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-      shape: Its shape.
-      codec: What stores it, or None.
-      param_index: The number of its parameter, or None.
-    """
+    shape: tuple[int, ...]  # its shape
+    codec: Codec | None  # what stores it, or None
+    param_index: int | None  # the number of its parameter, or None
 
-    shape: tuple[int, ...]
-    codec: Codec | None
-    param_index: int | None
+    def is_active(self, gates: Sequence[bool]) -> bool:
+        """Whether its parameter is; of none, whether any is."""
+        return any(gates) if self.param_index is None else gates[self.param_index]
 
     def encode(self, x: Any) -> Any:
         return x if self.codec is None else coder(self.codec, self.shape)[0](x)
@@ -42,9 +40,8 @@ class Leaf:
     def decode(self, stored: Any) -> Any:
         """The leaf on one device, as the transformation sees it."""
         stored = jax.tree.map(on_one_device, unnamed(stored))
-        return (
-            stored if self.codec is None else coder(self.codec, self.shape)[1](stored)
-        )
+        codec = self.codec
+        return stored if codec is None else coder(codec, self.shape)[1](stored)
 
 
 def on_one_device(x: Array) -> Array:

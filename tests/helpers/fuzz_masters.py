@@ -5,6 +5,7 @@ the parameter then, it starts again from the parameter. A master in two halves i
 many float32 numbers above its parameter.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -26,11 +27,8 @@ def wide(tree: Any) -> Any:
 def of(params: Any, state: Any) -> Any:
     """The masters that a step begins with."""
     field = "master" if hasattr(state, "master") else "remainder"
-    return jax.tree.map(
-        lambda p, kept: jnp.asarray(_master(field, p, kept)),
-        params,
-        getattr(state, field),
-    )
+    master = lambda p, kept: jnp.asarray(_master(field, p, kept))
+    return jax.tree.map(master, params, getattr(state, field))
 
 
 def _master(field: str, parameter: Any, kept: Any) -> Any:
@@ -66,27 +64,14 @@ def apart_at_first(params: Any, state: Any) -> dict[str, float]:
 def apart(
     params: Any, before: Any, updates: Any, moved: Any, state: Any
 ) -> dict[str, float]:
-    """How far a step is.
+    """How far a step is, by name of what differs.
 
-    Args:
-      params: The parameters before it.
-      before: Their masters.
-      updates: What Optax makes of the masters.
-      moved: The updates that the step gives.
-      state: Its state.
-
-    Returns:
-      By name, of what differs, how far it is.
+    Of parameters and the masters before it, what Optax makes of the masters, the
+    updates that the step gives, and its state.
     """
     field = "master" if hasattr(state, "master") else "remainder"
-    found = jax.tree.map(
-        lambda *leaf: _of_leaf(field, *leaf),
-        params,
-        before,
-        updates,
-        moved,
-        getattr(state, field),
-    )
+    of_leaf, kept = functools.partial(_of_leaf, field), getattr(state, field)
+    found = jax.tree.map(of_leaf, params, before, updates, moved, kept)
     flat = jax.tree_util.tree_leaves_with_path(found)
     return {f"{field}{jax.tree_util.keystr(path)}": x for path, x in flat if x}
 
@@ -100,12 +85,9 @@ def _of_leaf(field: str, p: Any, m: Any, u: Any, moved: Any, kept: Any) -> float
         new = (p.astype(np.float32) + moved.astype(np.float32)).astype(p.dtype)
         if not jax.tree.leaves(kept):  # its own master
             return reference.ulps(u, moved)
-        return max(
-            _parameters_apart(p, new, moved, wanted),
-            _kept_apart(
-                field, new, wanted, on_one_device(kept), np.maximum(abs(m), abs(u))
-            ),
-        )
+        kept, terms = on_one_device(kept), np.maximum(abs(m), abs(u))
+        found = _kept_apart(field, new, wanted, kept, terms)
+        return max(found, _parameters_apart(p, new, moved, wanted))
 
 
 def _parameters_apart(p: Any, new: Any, moved: Any, wanted: Any) -> float:

@@ -17,17 +17,9 @@ def _closing_over(x: Array) -> Array:
     return jax.jit(lambda x: x * factor.astype(x.dtype))(x)
 
 
-def _noise(x: Array) -> Array:
-    return x + jax.random.normal(jax.random.key(5), x.shape, x.dtype)
-
-
 def _product(x: Array) -> Array:
     rows = x.reshape(x.shape[0] if x.ndim else 1, -1) if x.size else x
     return (rows @ rows.T @ rows).reshape(x.shape) / max(x.size, 1)
-
-
-def _other_order(x: Array) -> Array:
-    return lax.reshape(x, x.shape, tuple(reversed(range(x.ndim))))
 
 
 def _iota(x: Array) -> Array:
@@ -94,9 +86,9 @@ WITHIN: dict[str, Step] = {
         x - jnp.max(x, -1, keepdims=True, initial=-9.0) if x.ndim else x
     ),
     "mean": lambda x, y: x - jnp.mean(x) if x.size else x,
-    "noise": lambda x, y: _noise(x),
+    "noise": lambda x, y: x + jax.random.normal(jax.random.key(5), x.shape, x.dtype),
     "norm": lambda x, y: x / (1 + jnp.linalg.norm(x.ravel())),
-    "other order": lambda x, y: _other_order(x),
+    "other order": lambda x, y: lax.reshape(x, x.shape, (*reversed(range(x.ndim)),)),
     "product": lambda x, y: _product(x),
     "reverse": lambda x, y: jnp.flip(x),
     "sort": lambda x, y: jnp.sort(x, axis=-1) if x.ndim else x,
@@ -121,7 +113,7 @@ def _partition(even: Transformation, odd: Transformation) -> Transformation:
     return optax.partition({"even": even, "odd": odd}, _labels)
 
 
-def _scale_by_value() -> optax.GradientTransformationExtraArgs:
+def scale_by_value() -> optax.GradientTransformationExtraArgs:
     """Reads an extra argument, `value`, into the updates and the state."""
 
     def update(updates, state, params=None, *, value, **extra_args):
@@ -137,8 +129,19 @@ def _scale_by_value() -> optax.GradientTransformationExtraArgs:
 #: The blocks that read an extra argument.
 WITH_VALUE = ("scale_by_value",)
 
+#: What Optax makes without arguments.
+_PLAIN = "centralize keep_params_nonnegative zero_nans"
+_PLAIN += "".join(
+    f" scale_by_{name}"
+    for name in (
+        "adadelta adam adamax adan amsgrad belief lion novograd optimistic_gradient"
+        " param_block_norm param_block_rms radam rms rss sign stddev trust_ratio yogi"
+    ).split()
+)
+
 #: What Optax chains before and after.
 BLOCKS: dict[str, Callable[[], Transformation]] = {
+    **{name: getattr(optax, name) for name in _PLAIN.split()},
     "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
     "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
     "add_decayed_weights, masked": lambda: optax.add_decayed_weights(
@@ -146,88 +149,44 @@ BLOCKS: dict[str, Callable[[], Transformation]] = {
     ),
     "add_noise": lambda: optax.add_noise(0.1, 0.55, jax.random.key(0)),
     "apply_every": lambda: optax.apply_every(2),
-    "centralize": optax.centralize,
     "clip": lambda: optax.clip(0.3),
     "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.5),
     "ema": lambda: optax.ema(0.9),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.scale)(0.5),
-    "inject a schedule": lambda: optax.inject_hyperparams(optax.scale)(
+    "inject_schedule": lambda: optax.inject_hyperparams(optax.scale)(
         optax.linear_schedule(0.9, 0.5, 2)
     ),
-    "keep_params_nonnegative": optax.keep_params_nonnegative,
     "masked": lambda: optax.masked(optax.trace(0.9), every_other),
     "partition": lambda: _partition(optax.scale_by_lion(), optax.trace(0.5)),
-    "scale_by_adadelta": optax.scale_by_adadelta,
-    "scale_by_adam": optax.scale_by_adam,
-    "scale_by_adamax": optax.scale_by_adamax,
-    "scale_by_adan": optax.scale_by_adan,
     "scale_by_ademamix": optax.contrib.scale_by_ademamix,
     "scale_by_adopt": optax.contrib.scale_by_adopt,
-    "scale_by_amsgrad": optax.scale_by_amsgrad,
-    "scale_by_belief": optax.scale_by_belief,
     "scale_by_factored_rms": lambda: optax.scale_by_factored_rms(
         min_dim_size_to_factor=4
     ),
-    "scale_by_lion": optax.scale_by_lion,
-    "scale_by_novograd": optax.scale_by_novograd,
-    "scale_by_optimistic_gradient": optax.scale_by_optimistic_gradient,
-    "scale_by_param_block_norm": optax.scale_by_param_block_norm,
-    "scale_by_param_block_rms": optax.scale_by_param_block_rms,
-    "scale_by_radam": optax.scale_by_radam,
-    "scale_by_rms": optax.scale_by_rms,
     "scale_by_rprop": lambda: optax.scale_by_rprop(0.1),
-    "scale_by_rss": optax.scale_by_rss,
     "scale_by_schedule": lambda: optax.scale_by_schedule(lambda n: 1 / (1.0 + n)),
-    "scale_by_sign": optax.scale_by_sign,
-    "scale_by_stddev": optax.scale_by_stddev,
-    "scale_by_trust_ratio": optax.scale_by_trust_ratio,
-    "scale_by_value": _scale_by_value,
-    "scale_by_yogi": optax.scale_by_yogi,
+    "scale_by_value": scale_by_value,
     "trace": lambda: optax.trace(0.9, nesterov=True),
-    "zero_nans": optax.zero_nans,
 }
+BLOCKS = dict(sorted(BLOCKS.items()))
 
 
 #: Blocks and steps that sum over a leaf, or a row of it. XLA:CPU sums in another order
 #: in a loop than outside, so that the last bits of what follows may differ.
-SUMS = {
-    "adaptive_grad_clip",
-    "centralize",
-    "clip_by_block_rms",
-    "clip_by_global_norm",
-    "cumsum",
-    "mean",
-    "norm",
-    "product",
-    "scale_by_factored_rms",
-    "scale_by_novograd",
-    "scale_by_param_block_norm",
-    "scale_by_param_block_rms",
-    "scale_by_trust_ratio",
-    "sum of columns",
-}
+SUMS = {"clip_by_global_norm", "cumsum", "mean", "norm", "product", "sum of columns"}
+SUMS |= {"adaptive_grad_clip", "centralize", "clip_by_block_rms"}
+_SUMMED = "factored_rms novograd param_block_norm param_block_rms trust_ratio"
+SUMS |= {f"scale_by_{name}" for name in _SUMMED.split()}
+
+_ALSO = "apply_every clip ema keep_params_nonnegative scale_by_adam scale_by_schedule"
+_ALSO += " scale_by_sign scale_by_trust_ratio trace zero_nans"
 
 #: What is chained after a paged transformation: any of Optax's, which is not paged.
 FOLLOWING: dict[str, Callable[[], Transformation]] = {
     "scale": lambda: optax.scale(0.25),
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
-    **{
-        name: BLOCKS[name]
-        for name in (
-            "add_decayed_weights",
-            "add_decayed_weights, masked",
-            "apply_every",
-            "clip",
-            "ema",
-            "keep_params_nonnegative",
-            "scale_by_adam",
-            "scale_by_schedule",
-            "scale_by_sign",
-            "scale_by_trust_ratio",
-            "trace",
-            "zero_nans",
-        )
-    },
+    **{name: BLOCKS[name] for name in BLOCKS if name.startswith("add_decayed")},
+    **{name: BLOCKS[name] for name in _ALSO.split()},
 }
 
 #: Those that make each value of the same value.

@@ -31,21 +31,11 @@ SIZES = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 #: As Llama 3.2 has it, for texts that are longer than 32 tokens.
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+SCALED |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"norm_topk_prob": True, "decoder_sparse_step": 1}
 #: Seven layers: five that see a window, one that sees all, one more.
 GEMMA = {
     "num_hidden_layers": 7,
@@ -57,14 +47,8 @@ GEMMA = {
     },
 }
 #: What sees pictures beside it.
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 #: For each family the class of its configuration, and what differs.
 FAMILIES = {
     "qwen3": ("Qwen3Config", {"rope_parameters": PLAIN, "tie_word_embeddings": True}),
@@ -122,28 +106,51 @@ class Made:
 def write(family: str, path: pathlib.Path, *, dtype: str = "float32") -> None:
     """A folder with a model of random weights and a tokenizer."""
     import transformers
-    from finetune_hf.folder import Folder
-    from finetune_hf.model import Decoder
-    from safetensors.numpy import save_file
 
     kind, others = FAMILIES[family]
     config = getattr(transformers, kind)(**SIZES | others, dtype=dtype)
     name = kind.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
     config.architectures = [name]
     config.save_pretrained(path)
-    config = json.loads((path / "config.json").read_text())
+    draw = np.random.default_rng(0)
+
+    def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        # No norm is one, and layers do something.
+        value = draw.normal(size=shape) * (0.06 if len(shape) > 1 else 0.1)
+        return value + ("norm" in name and family != "gemma3")  # it adds one itself
+
+    write_weights(path, dtype, value)
+    write_tokenizer(path)
+
+
+def write_weights(path: pathlib.Path, dtype: str, value: Any) -> None:
+    """The weights of a folder that has a configuration, of names and shapes."""
+    from finetune_hf.folder import Folder
+    from finetune_hf.model import Decoder
+    from safetensors.numpy import save_file
+
+    config, tensors = json.loads((path / "config.json").read_text()), {}
     decoder = Decoder.of(Folder(path, config, {}, {}), dtype)
-    draw, tensors = np.random.default_rng(0), {}
     for keys, x in jax.tree_util.tree_leaves_with_path(decoder.shapes):
         names = decoder.names(keys)
         for name in names:
-            shape = x.shape[len(names) > 1 :]
-            # No norm is one, and layers do something.
-            value = draw.normal(size=shape) * (0.06 if len(shape) > 1 else 0.1)
-            one = "norm" in name and family != "gemma3"  # it adds one itself
-            tensors[name] = (value + one).astype(x.dtype)
+            made = value(name, x.shape[len(names) > 1 :])
+            tensors[name] = made.astype(x.dtype)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    write_tokenizer(path)
+
+
+def run_of(folder: Any, length: int, *given: str) -> Any:
+    """A run of a row of zeros, that has read nothing yet."""
+    from finetune_hf.arguments import parse_arguments
+    from finetune_hf.model import Decoder
+    from finetune_hf.run import Run
+
+    tokens = np.zeros(length, np.int32)
+    row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
+    row["weights"] = np.zeros(length, np.float32)
+    needed = "--checkpoint", str(folder.path), "--text", "", "--output", ""
+    args = parse_arguments([*needed, *given])
+    return Run.on(args, folder, Decoder.of(folder, folder.dtype), [row])
 
 
 def write_pictures(path: pathlib.Path) -> None:

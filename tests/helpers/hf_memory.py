@@ -16,66 +16,19 @@ from typing import Any
 import jax
 import numpy as np
 
-HERE = pathlib.Path(__file__)
-sys.path += [str(HERE.parents[1]), str(HERE.parents[2] / "examples")]
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "intermediate_size": 1024,
-}
+from helpers import hf_folders
+
+SIZES = {"vocab_size": 8192, "hidden_size": 1024, "num_hidden_layers": 24}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+SIZES |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+EXPERTS |= {"norm_topk_prob": True, "intermediate_size": 1024}
 CONFIGS = {
     "dense": {"architectures": ["Qwen3ForCausalLM"], "intermediate_size": 4096},
     "experts": {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
 }
-
-
-def write(path: pathlib.Path, config: dict[str, Any]) -> None:
-    """A folder of zeros."""
-    from finetune_hf.folder import Folder
-    from finetune_hf.model import Decoder
-    from safetensors.numpy import save_file
-
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    decoder = Decoder.of(Folder(path, config, {}, {}), "bfloat16")
-    tensors = {}
-    for keys, x in jax.tree_util.tree_leaves_with_path(decoder.shapes):
-        names = decoder.names(keys)
-        shape = x.shape[len(names) > 1 :]
-        tensors |= {name: np.zeros(shape, x.dtype) for name in names}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-
-
-def run_of(path: pathlib.Path, method: str, way: str) -> Any:
-    """A run that has read nothing yet."""
-    from finetune_hf.arguments import parse_arguments
-    from finetune_hf.folder import Folder
-    from finetune_hf.model import Decoder
-    from finetune_hf.run import Run
-
-    folder = Folder.open(path)
-    decoder = Decoder.of(folder, folder.dtype)
-    tokens = np.zeros(16, np.int32)
-    row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
-    row["weights"] = np.zeros(16, np.float32)
-    needed = ["--checkpoint", str(path), "--text", "", "--output", ""]
-    chosen = ["--method", method, "--way", way]
-    args = parse_arguments([*needed, *chosen])
-    return Run.on(args, folder, decoder, [row])
 
 
 def anonymous() -> int:
@@ -109,9 +62,13 @@ def main() -> None:
     shares = {}
     for name, config in CONFIGS.items():
         path = pathlib.Path(sys.argv[1]) / name
-        write(path, SIZES | config)
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(SIZES | config))
+        hf_folders.write_weights(path, "bfloat16", lambda name, shape: np.zeros(shape))
+        opened = hf_folders.modules().folder.Folder.open(path)
         for method, way in (("full", "host"), ("full", "all"), ("qlora", "host")):
-            run = run_of(path, method, way)
+            chosen = "--method", method, "--way", way
+            run = hf_folders.run_of(opened, 16, *chosen)
             size = sum(x.nbytes for x in run.folder.tensors.values())
 
             def read(run: Any = run, method: str = method) -> Any:

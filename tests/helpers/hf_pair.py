@@ -79,10 +79,7 @@ def there(path: Any) -> torch.nn.Module:
     config = transformers.AutoConfig.from_pretrained(path)
     kind = getattr(transformers, config.architectures[0])
     model, loaded = kind.from_pretrained(
-        path,
-        attn_implementation="eager",
-        dtype=torch.float32,
-        output_loading_info=True,
+        path, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
     assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
     return model

@@ -8,61 +8,38 @@ from typing import Any
 
 import jax
 import numpy as np
-from finetune_hf.arguments import parse_arguments
 from finetune_hf.folder import Folder
-from finetune_hf.model import Decoder
 from finetune_hf.run import Run
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
-from helpers import aot
+from helpers import aot, hf_folders
 from paged_optax.backend.memory import PINNED_HOST
 
 BATCH, LENGTH = 4, 2048
-SCALED = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALED = hf_folders.SCALED | {"original_max_position_embeddings": 8192}
+del SCALED["rope_theta"]
 #: What the models' `config.json` say, as far as shapes and programs depend on it.
+_NAMES = "vocab_size hidden_size intermediate_size num_hidden_layers"
+_NAMES += " num_attention_heads num_key_value_heads"
+_sizes = lambda *numbers: dict(zip(_NAMES.split(), numbers, strict=True))
 CONFIGS = {
     "Qwen3-4B": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151_936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
+        **_sizes(151_936, 2560, 9728, 36, 32, 8),
         "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True},
+        "architectures": ["Qwen3ForCausalLM"],
     },
     "Llama-3.1-8B": {
+        **_sizes(128_256, 4096, 14_336, 32, 32, 8),
+        **{"rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False},
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
         "rope_scaling": SCALED,
-        "tie_word_embeddings": False,
     },
     "gemma-3-4b": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": {
-            "vocab_size": 262_208,
-            "hidden_size": 2560,
-            "intermediate_size": 10_240,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
+            **_sizes(262_208, 2560, 10_240, 34, 8, 4),
             "head_dim": 256,
             "sliding_window": 1024,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -82,15 +59,9 @@ def run_of(name: str, method: str, devices: int = 1) -> Run:
     config = CONFIGS[name]
     names = {"language_model.model.": None} if "text_config" in config else {}
     folder = Shapes(pathlib.Path(name), config, names, {})  # pyright: ignore
-    decoder = Decoder.of(folder, folder.dtype)
-    tokens = np.zeros(LENGTH, np.int32)
-    row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
-    row["weights"] = np.zeros(LENGTH, np.float32)
-    needed = "--checkpoint", name, "--text", "", "--output", "", "--method", method
     batch = BATCH if devices == 1 else devices
-    sizes = "--batch", str(batch), "--length", str(LENGTH), "--devices", str(devices)
-    args = parse_arguments([*needed, *sizes])
-    return Run.on(args, folder, decoder, [row])
+    sizes = "--batch", str(batch), "--devices", str(devices), "--length", str(LENGTH)
+    return hf_folders.run_of(folder, LENGTH, "--method", method, *sizes)
 
 
 def compiled(run: Run, card: str) -> Any:

@@ -37,38 +37,23 @@ class Executor(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array, as the program's text states it.
+    """An array, as the program's text states it."""
 
-    Attributes:
-      shape: Its dimensions.
-      bytes: Its bytes.
-      on_host: Whether it is in host memory.
-    """
-
-    shape: tuple[int, ...]
-    bytes: int
-    on_host: bool
+    shape: tuple[int, ...]  # its dimensions
+    bytes: int  # its bytes
+    on_host: bool  # whether it is in host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: Its name.
-      types: The types of its results, with their layouts.
-      operation: What it does, as `fusion`, `copy-start` or `while`.
-      operands: The names of its operands.
-      code: The line without metadata, and without what follows these.
-      line: The whole line.
-    """
-
-    name: str
-    types: str
-    operation: str
-    operands: tuple[str, ...]
-    code: str
-    line: str
+    name: str  # its name
+    types: str  # the types of its results, with their layouts
+    operation: str  # what it does, as `fusion`, `copy-start` or `while`
+    operands: tuple[str, ...]  # the names of its operands
+    code: str  # the line without metadata, and without what follows these
+    line: str  # the whole line
 
     @property
     def started(self) -> bool:
@@ -88,19 +73,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class WhileLoop:
-    """A loop of a program.
+    """A loop of a program."""
 
-    Attributes:
-      body: The computation of a turn.
-      condition: The computation that decides whether there is another turn.
-      turns: How many turns are taken.
-      counted: Whether the compiler states them. XLA:GPU then runs the turns without
-        the condition.
-    """
-
-    body: str
-    condition: str
-    turns: int
+    body: str  # the computation of a turn
+    condition: str  # the computation that decides whether there is another turn
+    turns: int  # how many turns are taken
+    #: Whether the compiler states them. XLA:GPU then runs the turns without the
+    #: condition.
     counted: bool
 
 

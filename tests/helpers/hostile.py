@@ -28,22 +28,8 @@ import orbax.checkpoint as ocp
 from hypothesis import strategies as st
 
 import paged_optax as po
-from helpers.hostile_files import (
-    CONFIG,
-    NAMES,
-    NUMBERS,
-    WEIRD,
-    Case,
-    altered,
-    documents,
-    json_cases,
-    monsters,
-    read_document,
-    read_json,
-    read_safetensors,
-    safetensors_cases,
-    wrecked,
-)
+from helpers import hostile_files as files
+from helpers.hostile_files import CONFIG, NAMES, NUMBERS, WEIRD, Case
 from helpers.reference import kinds
 from paged_optax.backend.text import parse_bytes
 from paged_optax.planning.checkpoint import checkpoint_shapes
@@ -55,17 +41,12 @@ MOST = 100 * 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A reader, what it is given, and how the cases of a run are shared out.
+    """A reader, what it is given, and how the cases of a run are shared out."""
 
-    Attributes:
-      cases: Draws a case.
-      read: Reads it; it may write files into the folder first, and checks what it read.
-      share: Of a run's cases.
-    """
-
-    cases: st.SearchStrategy[Case]
+    cases: st.SearchStrategy[Case]  # draws a case
+    #: Reads it; it may write files into the folder first, and checks what it read.
     read: Callable[[Any, pathlib.Path], object]
-    share: float
+    share: float  # of a run's cases
 
 
 # -- Orbax ------------------------------------------------------------------------
@@ -80,24 +61,20 @@ def _saved() -> tuple[pathlib.Path, dict[str, bytes]]:
     params = {"kernel": jnp.ones((8, 4)), "count": jnp.zeros((), int)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, {"params": params, "mu": [jnp.ones(3)]})
-    files = {
-        str(x.relative_to(folder)): x.read_bytes()
-        for x in sorted(folder.rglob("*"))
-        if x.is_file()
-    }
-    return folder, files
+    every = [x for x in sorted(folder.rglob("*")) if x.is_file()]
+    return folder, {str(x.relative_to(folder)): x.read_bytes() for x in every}
 
 
 @st.composite
 def _orbax_cases(draw: st.DrawFn) -> Case:
-    _, files = _saved()
-    texts = [x for x, text in files.items() if text[:1] == b"{"]
-    if draw(st.integers(0, 2)):
-        name = draw(st.sampled_from(texts))
-        new = draw(st.one_of(altered(files[name]), wrecked(files[name]), monsters()))
-    else:
-        name = draw(st.sampled_from([*files]))
-        new = draw(wrecked(files[name]))
+    _, saved = _saved()
+    texts = [x for x, text in saved.items() if text[:1] == b"{"]
+    as_text = draw(st.integers(0, 2))
+    name = draw(st.sampled_from(texts if as_text else [*saved]))
+    ways = files.wrecked(saved[name])
+    if as_text:
+        ways = st.one_of(files.altered(saved[name]), ways, files.monsters())
+    new = draw(ways)
     return Case((name, new), ("checkpoint",))
 
 
@@ -129,22 +106,9 @@ def _wrong_arrays(right: np.ndarray) -> st.SearchStrategy[Any]:
 
     NumPy refuses ragged lists, and arrays that fit no memory, in its own words.
     """
-    return st.sampled_from(
-        [
-            right[..., :-1],
-            right[:0],
-            right[None],
-            right.astype("f8"),
-            right.astype(object),
-            right.astype(str),
-            np.float32(1),
-            "12",
-            {},
-            None,
-            [],
-            object(),
-        ]
-    )
+    arrays = [right[..., :-1], right[:0], right[None]]
+    arrays += map(right.astype, ("f8", object, str))
+    return st.sampled_from([*arrays, np.float32(1), "12", {}, None, [], object()])
 
 
 STEPS = st.sampled_from(
@@ -260,9 +224,9 @@ def _read_text(given: tuple[str, Any], folder: pathlib.Path) -> object:
 
 #: A reader more is a line more.
 READERS = {
-    "safetensors": Reader(safetensors_cases(), read_safetensors, 0.4),
-    "json": Reader(json_cases(), read_json, 0.1),
-    "config": Reader(documents("config.json", CONFIG), read_document, 0.1),
+    "safetensors": Reader(files.safetensors_cases(), files.read_safetensors, 0.4),
+    "json": Reader(files.json_cases(), files.read_json, 0.1),
+    "config": Reader(files.documents("config.json", CONFIG), files.read_document, 0.1),
     "bitsandbytes": Reader(_bitsandbytes_cases(), _read_bitsandbytes, 0.15),
     "orbax": Reader(st.deferred(_orbax_cases), _read_orbax, 0.05),
     "--module": Reader(_module_cases(), _read_module, 0.1),
@@ -275,15 +239,10 @@ READERS = {
 
 @dataclasses.dataclass
 class Outcome:
-    """How the cases of a reader ended.
+    """How the cases of a reader ended."""
 
-    Attributes:
-      ended: How many were read, and how many were refused.
-      most_bytes: The most that was allocated at once while one was read, beside it.
-    """
-
-    ended: collections.Counter[str]
-    most_bytes: int
+    ended: collections.Counter[str]  # how many were read, and how many were refused
+    most_bytes: int  # the most that was allocated at once while one was read, beside it
 
 
 @contextlib.contextmanager
@@ -294,16 +253,6 @@ def measured() -> Iterator[None]:
         yield
     finally:
         tracemalloc.stop()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def read(
@@ -351,8 +300,12 @@ def fuzz(name: str, count: int, seed: int) -> Outcome:
             outcome.ended[ended] += 1
             outcome.most_bytes = max(outcome.most_bytes, most)
 
-        with _quiet():
+        before = logging.root.manager.disable
+        logging.disable(logging.ERROR)
+        try:
             one()
+        finally:
+            logging.disable(before)
     return outcome
 
 

@@ -17,17 +17,11 @@ from paged_optax.planning.hugging_face import Fields
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Something to read.
+    """Something to read."""
 
-    Attributes:
-      given: What the reader gets.
-      names: What its error has to name.
-      bad: Whether it must be refused; None: the reader decides.
-    """
-
-    given: Any
-    names: tuple[str, ...] = ()
-    bad: bool | None = None
+    given: Any  # what the reader gets
+    names: tuple[str, ...] = ()  # what its error has to name
+    bad: bool | None = None  # whether it must be refused; None: the reader decides
 
 
 # -- JSON -------------------------------------------------------------------------

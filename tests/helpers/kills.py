@@ -8,7 +8,6 @@ uninterrupted run's, bit for bit.
 
 import collections
 import dataclasses
-import os
 import pathlib
 import random
 import shutil
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from helpers import trainer
+from helpers import apart, trainer
 from helpers.trainer import PHASES
 
 #: Seconds after which a life hangs.
@@ -26,21 +25,13 @@ PATIENCE = 300
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a training run is started.
+    """How a training run is started."""
 
-    Attributes:
-      way: Of `trainer.WAYS`.
-      processes: How many train together.
-      share: Of the kills of a run of all kinds.
-      devices: How many each process has.
-      last: The last step.
-    """
-
-    way: str
-    processes: int
-    share: float
-    devices: int = 1
-    last: int = 60
+    way: str  # Of `trainer.WAYS`.
+    processes: int  # how many train together
+    share: float  # of the kills of a run of all kinds
+    devices: int = 1  # how many each process has
+    last: int = 60  # the last step
 
 
 KINDS = {
@@ -54,24 +45,17 @@ KINDS = {
 
 @dataclasses.dataclass
 class Count:
-    """What came of some kills.
+    """What came of some kills."""
 
-    Attributes:
-      phases: How many fell into each phase.
-      exact: Of how many the run went on, and ended, with the right bits.
-      runs: How many runs there were.
-      lives: Of how many lives.
-      resumed: How many of them restored a checkpoint.
-      late: How many did not begin, because processes came too late for one another.
-    """
-
+    #: How many fell into each phase.
     phases: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
-    exact: int = 0
-    runs: int = 0
-    lives: int = 0
-    resumed: int = 0
+    exact: int = 0  # of how many the run went on, and ended, with the right bits
+    runs: int = 0  # how many runs there were
+    lives: int = 0  # of how many lives
+    resumed: int = 0  # how many of them restored a checkpoint
+    #: How many did not begin, because processes came too late for one another.
     late: int = 0
 
 
@@ -92,7 +76,7 @@ class Life:
                 self.processes.append(
                     subprocess.Popen(
                         _command(kind, folder, number, port, flags),
-                        env=os.environ | _environment(kind, cache),
+                        env=_environment(kind, cache),
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
@@ -158,11 +142,8 @@ def _command(
 
 def _environment(kind: Kind, cache: pathlib.Path) -> dict[str, str]:
     """A process's devices, and programs compiled once."""
-    tests = pathlib.Path(__file__).parents[1]
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={kind.devices}",
-        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+    flags = f"--xla_force_host_platform_device_count={kind.devices}"
+    return apart.environment(flags) | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -225,10 +206,7 @@ class Runs:
     def killed(self, kills: int, seed: int, seconds: float | None = None) -> Count:
         """As many kills, in as many runs as they take.
 
-        Args:
-          kills: How many.
-          seed: Of what is random.
-          seconds: Within which a life is killed; None: as many as a whole one takes.
+        A life is killed within some seconds; None: as many as a whole one takes.
         """
         chance, count = random.Random(seed), Count()
         if seconds is None:

@@ -13,10 +13,19 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from paged_optax.compiling.memory_report import MemoryReport
+import jax
+import jax.numpy as jnp
+
+import paged_optax as po
+from helpers import aot, apart, step_model
+from helpers.programs import on_device, shardings, state_on, updating
+from paged_optax.backend import memory
+from paged_optax.compiling.memory_report import MemoryReport
+from paged_optax.engine import sharing
+from paged_optax.engine.paged_array import PagedArray
+from paged_optax.transform import paged_transformation
 
 MIB = 2**20
 
@@ -30,16 +39,11 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: What `main` leaves out: moments and masters that are stored in different ways.
 MIXED: dict[str, tuple[str, dict[str, Any]]] = {
-    "int8, masters": (
-        "bfloat16",
-        {"codec": "dynamic_int8", "master_dtype": "float32"},
-    ),
-    "int8, remainders": (
-        "bfloat16",
-        {"codec": "dynamic_int8", "master_remainders": True},
-    ),
+    "int8, masters": FORMATS["bfloat16, masters"],
+    "int8, remainders": ("bfloat16", {"master_remainders": True}),
     "int8, float32": ("float32", {"codec": {"mu": "dynamic_int8", "nu": "float32"}}),
 }
+MIXED = {name: (x, {"codec": "dynamic_int8"} | y) for name, (x, y) in MIXED.items()}
 PAGE_SIZES = {"default": None, "1 MiB": MIB}
 COMPILERS = ("h200", "v5e")
 PHASES = ("init", "update")
@@ -49,54 +53,33 @@ _PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program to compile.
+    """One program to compile."""
 
-    Attributes:
-      shape: The shape of its only parameter.
-      format: A key of `FORMATS`.
-      page_size: A key of `PAGE_SIZES`.
-      compiler: `"h200"` or `"v5e"`.
-      phase: `"init"` or `"update"`.
-    """
-
-    shape: tuple[int, ...]
-    format: str
-    page_size: str
-    compiler: str
-    phase: str
+    shape: tuple[int, ...]  # the shape of its only parameter
+    format: str  # a key of `FORMATS`
+    page_size: str  # a key of `PAGE_SIZES`
+    compiler: str  # `"h200"` or `"v5e"`
+    phase: str  # `"init"` or `"update"`
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a compiler made of a case.
+    """What a compiler made of a case."""
 
-    Attributes:
-      error: What it refused, or ""; the rest is 0 then.
-      pages: Pages of the leaf.
-      page_bytes: Bytes of one, as the transformation sees it.
-      moments: Moments that travel.
-      scratch: Device bytes.
-      bound: Most device bytes that the plan allows.
-      host_scratch: Host bytes.
-      in_place: Whether all donated buffers are taken over.
-      traffic: Bytes over the link, both ways, over those of the moments.
-      addresses: Transfers at other addresses than the plan's.
-      fingerprint: What is equal for equal programs of one compiler, planned alike.
-      recorded: Whether one of this fingerprint is on record as passed, so that this
-        one was not compiled.
-    """
-
-    error: str = ""
-    pages: int = 0
-    page_bytes: int = 0
-    moments: int = 0
-    scratch: int = 0
-    bound: int = 0
-    host_scratch: int = 0
-    in_place: bool = True
-    traffic: float = 0.0
-    addresses: str = ""
+    error: str = ""  # what it refused, or ""; the rest is 0 then
+    pages: int = 0  # pages of the leaf
+    page_bytes: int = 0  # bytes of one, as the transformation sees it
+    moments: int = 0  # moments that travel
+    scratch: int = 0  # device bytes
+    bound: int = 0  # most device bytes that the plan allows
+    host_scratch: int = 0  # host bytes
+    in_place: bool = True  # whether all donated buffers are taken over
+    traffic: float = 0.0  # bytes over the link, both ways, over those of the moments
+    addresses: str = ""  # transfers at other addresses than the plan's
+    #: What is equal for equal programs of one compiler, planned alike.
     fingerprint: str = ""
+    #: Whether one of this fingerprint is on record as passed, so that this one was not
+    #: compiled.
     recorded: bool = False
 
     @property
@@ -104,37 +87,23 @@ class Outcome:
         """What is not as it must be; else empty."""
         if self.error:
             return self.error
-        wrong = [
-            f"scratch {self.scratch / MIB:.1f} of {self.bound / MIB:.1f} MiB"
-            if self.scratch > self.bound
-            else "",
-            f"host scratch {self.host_scratch / MIB:.1f} MiB"
-            if self.host_scratch
-            else "",
-            "" if self.in_place else "not in place",
-            f"traffic {self.traffic:.2f}" if self.traffic > 1.05 else "",
-            f"addresses {self.addresses}" if self.addresses else "",
-        ]
-        return ", ".join(filter(None, wrong))
+        wrong = {
+            f"scratch {self.scratch / MIB:.1f} of {self.bound / MIB:.1f} MiB": (
+                self.scratch > self.bound
+            ),
+            f"host scratch {self.host_scratch / MIB:.1f} MiB": self.host_scratch,
+            "not in place": not self.in_place,
+            f"traffic {self.traffic:.2f}": self.traffic > 1.05,
+            f"addresses {self.addresses}": self.addresses,
+        }
+        return ", ".join(name for name, is_wrong in wrong.items() if is_wrong)
 
 
 def compiled(case: Case, anew: bool = True) -> Outcome:
     """Compiles a case; called in a process that may end in it.
 
-    Args:
-      case: The case.
-      anew: Whether to compile also what is on record as passed.
+    What is on record as passed is compiled only if `anew`.
     """
-    import jax
-    import jax.numpy as jnp
-
-    import paged_optax as po
-    from helpers import aot
-    from helpers.programs import on_device, shardings, state_on, updating
-    from paged_optax.backend import memory
-    from paged_optax.engine import sharing
-    from paged_optax.transform import paged_transformation
-
     cuts: list[sharing.Geometry] = []
     alone: list[sharing.Geometry] = []
     kept: list[sharing.MomentFormat] = []
@@ -185,14 +154,14 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     build = init if case.phase == "init" else updating(tx, params)
     lower = {"h200": aot.lowered_for_h200, "v5e": aot.lowered_for_v5e}[case.compiler]
     try:
-        program = lower(build)
-        text = program.lowered.as_text()
+        lowered, compile = lower(build)
+        text = lowered.as_text()
         found.fingerprint = _fingerprint(case.compiler, text, planned_as())
         if not anew and found.fingerprint in recorded():
             found.recorded = True
             return found
         if (report := _reports.get((case.compiler, text))) is None:
-            report = program.compile()
+            report = compile()
             _reports.clear()
             _reports[case.compiler, text] = report
     except Exception as error:
@@ -212,7 +181,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     if moved:
         trips = [x.stop // x.step for x in pages.ranges if not x.single]
         trips *= found.moments if case.phase == "init" else 1
-        total = aot.traffic(report.hlo, trips)
+        total = step_model.traffic(report.hlo, trips)
         found.traffic = round(total / (ways * moved), 3)
     if platform == "gpu" and case.phase == "update":
         found.addresses = _misplaced(aot.descriptors(report.hlo), pages, kept)
@@ -220,7 +189,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
 
 
 #: The last report. Other settings of a page's size are often the same program.
-_reports: dict[tuple[str, str], "MemoryReport"] = {}
+_reports: dict[tuple[str, str], MemoryReport] = {}
 
 
 #: What became of the last case, by all that decides it. A page of another size may be
@@ -259,11 +228,6 @@ def recorded() -> frozenset[str]:
 
 def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     """What differs between a program's transfers in loops, and the plan's pages."""
-    import jax
-
-    from helpers import aot
-    from paged_optax.engine.paged_array import PagedArray
-
     ahead = pages.bidirectional(sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
     loops = [x for x in pages.ranges if not x.single]
@@ -296,6 +260,4 @@ def answer(line: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from helpers import apart
-
-    apart.answer(answer)
+    apart.answer(answer, caught=())  # as a compiler would end the process

@@ -27,11 +27,8 @@ AHEAD = pytest.mark.skipif(
 
 
 def leaf_shapes(tree):
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        tree,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    shape = lambda x: jax.ShapeDtypeStruct(x, jnp.float32)
+    return jax.tree.map(shape, tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def bfloat16(tree):
@@ -44,25 +41,13 @@ def square(leaves, shape=(4096, 4096)):
 
 def llama(layers=32, hidden=4096, inner=14336, grouped=1024, vocabulary=128256):
     """The 291 parameter shapes of Llama-3-8B."""
-    layer = {
-        "q": (hidden, hidden),
-        "k": (hidden, grouped),
-        "v": (hidden, grouped),
-        "o": (hidden, hidden),
-        "gate": (hidden, inner),
-        "up": (hidden, inner),
-        "down": (inner, hidden),
-        "norm1": (hidden,),
-        "norm2": (hidden,),
-    }
-    outer = {
-        "embed": (vocabulary, hidden),
-        "head": (hidden, vocabulary),
-        "norm": (hidden,),
-    }
-    return leaf_shapes(
-        {**{f"layer{i:02}": dict(layer) for i in range(layers)}, **outer}
-    )
+    layer = {"q": (hidden, hidden), "o": (hidden, hidden), "down": (inner, hidden)}
+    layer |= dict.fromkeys(("k", "v"), (hidden, grouped))
+    layer |= dict.fromkeys(("gate", "up"), (hidden, inner))
+    layer |= dict.fromkeys(("norm1", "norm2"), (hidden,))
+    outer = {"embed": (vocabulary, hidden), "head": (hidden, vocabulary)}
+    outer |= {f"layer{i:02}": dict(layer) for i in range(layers)}
+    return leaf_shapes(outer | {"norm": (hidden,)})
 
 
 def placed(tree, sharding):
@@ -74,13 +59,9 @@ def placed(tree, sharding):
 def placed_by_type(tree, avals, mesh):
     """Each leaf on the device or on the host, as its type says."""
     device, host = aot.placements(mesh)
-    leaves = [
-        jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=host if on_host(aval) else device
-        )
-        for x, aval in zip(jax.tree.leaves(tree), avals, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    leaves, structure = jax.tree.flatten(tree)
+    places = [host if on_host(aval) else device for aval in avals]
+    return structure.unflatten(map(placed, leaves, places))
 
 
 def state_on(mesh, tx, params):
@@ -91,8 +72,7 @@ def state_on(mesh, tx, params):
 
 
 def on_device(mesh, tree):
-    device, _ = aot.placements(mesh)
-    return placed(tree, device)
+    return placed(tree, aot.placements(mesh)[0])
 
 
 def shardings(tree):
@@ -121,10 +101,8 @@ def ordinary_step(loss, tx, differentiated=None):
     """
 
     def step(params, state, batch):
-        if differentiated is None:
-            value, gradients = jax.value_and_grad(loss)(params, batch)
-        else:
-            value, gradients = differentiated(loss, params, batch)
+        of = differentiated or (lambda loss, *given: jax.value_and_grad(loss)(*given))
+        value, gradients = of(loss, params, batch)
         with jax.named_scope("optimizer"):
             updates, state = tx.update(gradients, state, params)
             return optax.apply_updates(params, updates), state, value

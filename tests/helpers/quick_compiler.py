@@ -17,6 +17,9 @@ OPTIONS = {
 if jax.__version_info__ < (0, 11):  # by the older emitters; newer XLA has no others
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
+#: The same, as `XLA_FLAGS` has them.
+FLAGS = " ".join(f"--{name}={value}".lower() for name, value in OPTIONS.items())
+
 _options_of = compiler.get_compile_options
 
 

@@ -15,43 +15,28 @@ from helpers.programs import layerwise, placed
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a decoder with grouped queries, SwiGLU, RMS norms and rotations.
+    """The sizes of a decoder with grouped queries, SwiGLU, RMS norms and rotations."""
 
-    Attributes:
-      width: Of the residual stream.
-      inner: Of the hidden layer of the feed-forward part.
-      heads: Of queries.
-      grouped: Of keys and values.
-      layers: How many.
-      vocabulary: How many tokens there are.
-      head: Of one head.
-      tied: Whether the output matrix is the embedding.
-      normed: Whether queries and keys are normalised, as Qwen 3 does.
-      fused: Whether the head is `po.linear_cross_entropy`.
-      chunk: Of its vocabulary; with the whole of it the backward pass reads the logits
-        of the forward pass.
-      flash: Whether attention is the examples', which holds no scores on a GPU.
-      remat: Whether each layer is a `jax.checkpoint`.
-      blocks: Of how many blocks of queries the scores are computed one after the other,
-        and again in the backward pass.
-      dtype: Of the parameters.
-    """
-
-    width: int
-    inner: int
-    heads: int
-    grouped: int
-    layers: int
-    vocabulary: int
-    head: int = 128
-    tied: bool = True
-    normed: bool = True
-    fused: bool = False
+    width: int  # of the residual stream
+    inner: int  # of the hidden layer of the feed-forward part
+    heads: int  # of queries
+    grouped: int  # of keys and values
+    layers: int  # how many
+    vocabulary: int  # how many tokens there are
+    head: int = 128  # of one head
+    tied: bool = True  # whether the output matrix is the embedding
+    normed: bool = True  # whether queries and keys are normalised, as Qwen 3 does
+    fused: bool = False  # whether the head is `po.linear_cross_entropy`
+    #: Of its vocabulary; with the whole of it the backward pass reads the logits of the
+    #: forward pass.
     chunk: int | None = None
+    #: Whether attention is the examples', which holds no scores on a GPU.
     flash: bool = False
-    remat: bool = False
+    remat: bool = False  # whether each layer is a `jax.checkpoint`
+    #: Of how many blocks of queries the scores are computed one after the other, and
+    #: again in the backward pass.
     blocks: int = 1
-    dtype: type = jnp.bfloat16
+    dtype: type = jnp.bfloat16  # of the parameters
 
     @classmethod
     def of(cls, sizes, **others):
@@ -136,14 +121,8 @@ def attention(config, weights, norms, x, cos, sin, mask):
     q, k = (checkpoint_name(rotated(x, cos, sin), "rotated") for x in (q, k))
     if config.flash:
         return attend(q, k, v).reshape(batch, length, -1) @ weights["o"]
-    q = q.reshape(
-        batch,
-        config.blocks,
-        -1,
-        config.grouped,
-        q.shape[2] // config.grouped,
-        config.head,
-    )
+    grouped = config.grouped, q.shape[2] // config.grouped, config.head
+    q = q.reshape(batch, config.blocks, -1, *grouped)
     mask = mask.reshape(config.blocks, -1, length)
 
     @jax.checkpoint
@@ -280,16 +259,13 @@ def step(
         device, host = aot.placements(mesh)
         shapes = stacked_shapes(config)
         params = placed(shapes, device)
+        hosted = lambda tree, is_hosted: jax.tree.map(
+            lambda x: placed(x, host if is_hosted(len(x.shape)) else device), tree
+        )
         if on_host:
-            params["layers"] = jax.tree.map(
-                lambda x: placed(x, host if len(x.shape) > 2 else device),
-                shapes["layers"],
-            )
+            params["layers"] = hosted(shapes["layers"], lambda rank: rank > 2)
         if rest_on_host:
-            params["rest"] = jax.tree.map(
-                lambda x: placed(x, host if len(x.shape) == 2 else device),
-                shapes["rest"],
-            )
+            params["rest"] = hosted(shapes["rest"], lambda rank: rank == 2)
         shape = size if micro is None else (micro, *size)
         return layerwise(mesh, run, model, tx, params, batch_of(shape), **(room or {}))
 

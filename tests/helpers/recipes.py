@@ -4,11 +4,8 @@ import argparse
 import collections
 import json
 import math
-import queue
 import random
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from helpers import apart, fuzz
@@ -58,7 +55,7 @@ def _plain(draw: random.Random) -> Recipe:
     dtypes = [draw.choice(parts.DTYPES) if mixed else dtype for _ in shapes]
     before, after = _some(draw, parts.BLOCKS, 0, 2), _some(draw, parts.BLOCKS, 0, 1)
     # A scheduled hyperparameter is float32, and others have one dtype for all leaves.
-    refused = ["inject a schedule"] if {*dtypes} != {"float32"} else []
+    refused = ["inject_schedule"] if {*dtypes} != {"float32"} else []
     refused += ["inject_hyperparams"] * mixed
     before, after = ([x for x in y if x not in refused] for y in (before, after))
     # Some of Optax's moments turn into the gradients' dtype, which is refused.
@@ -222,9 +219,7 @@ _CHOICES += ["masters", "shard_map"]
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
     """How many recipes have each thing that can be drawn, by what it is a choice of."""
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
-    )
+    counts = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     for recipe in map(json.loads, recipes):
         blocks = recipe["before"] + recipe["after"]
         counts["steps"].update({name for name, *_ in recipe["steps"]})
@@ -240,47 +235,13 @@ def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
     return {name: dict(count) for name, count in counts.items()}
 
 
-def outcomes(
-    chosen: list[str],
-    workers: int,
-    minutes: float,
-    script: str = fuzz.__file__,
-    flags: str = fuzz.FLAGS,
-) -> Iterator[tuple[str, Any]]:
-    """What each recipe comes to, in processes of their own, as the minutes allow."""
-    end = time.monotonic() + 60 * minutes
-    waiting, done = queue.SimpleQueue[str](), queue.SimpleQueue[Any]()
-    # Those of one platform share what is compiled.
-    for recipe in sorted(chosen, key=lambda x: json.loads(x).get("platform", "")):
-        waiting.put(recipe)
-
-    def work() -> None:
-        while time.monotonic() < end and not waiting.empty():
-            recipe = ""
-            try:
-                with apart.process(script, flags) as ask:
-                    while time.monotonic() < end:
-                        recipe = waiting.get_nowait()
-                        done.put((recipe, ask(recipe)))
-            except queue.Empty:
-                break
-            except RuntimeError as error:
-                done.put((recipe, f"the process ended: {error}"))
-        done.put(None)
-
-    for _ in range(workers):
-        threading.Thread(target=work, daemon=True).start()
-    for _ in range(workers):
-        while (one := done.get()) is not None:
-            yield one
-
-
 def compared(
     doc: str | None,
     draw: Callable[[int, int], list[str]],
     count: Callable[[list[str]], dict[str, dict[str, int]]],
     differs: Callable[[str, Any], bool],
-    *process: str,
+    script: str = fuzz.__file__,
+    flags: str = fuzz.FLAGS,
 ) -> tuple[list[str], int, str]:
     """Draws and compares as many recipes as the command line asks for, and prints.
 
@@ -289,7 +250,7 @@ def compared(
       draw: See `drawn`.
       count: See `covered`.
       differs: Whether a recipe came to what it should not.
-      *process: The script and flags of `outcomes`.
+      script, flags: See `apart.outcomes`.
 
     Returns:
       The recipes that were reached, how many differ, and how the last line begins.
@@ -302,7 +263,10 @@ def compared(
     options = parser.parse_args()
     chosen = draw(options.cases, options.seed)
     reached, bad = list[str](), 0
-    for recipe, outcome in outcomes(chosen, options.workers, options.minutes, *process):
+    # Those of one platform share what is compiled.
+    chosen.sort(key=lambda recipe: json.loads(recipe).get("platform", ""))
+    how = options.workers, options.minutes, script, flags
+    for recipe, outcome in apart.outcomes([[x] for x in chosen], *how):
         reached.append(recipe)
         if differs(recipe, outcome):
             bad += 1

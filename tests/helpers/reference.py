@@ -197,15 +197,11 @@ def compare(
     for start, (updates, new, _), (_, ours, _) in zip(
         starts, right, found, strict=True
     ):
-        for path, distance in distances(
-            new, ours, largest([start, updates, new])
-        ).items():
-            apart[path] = max(distance, apart.get(path, 0.0))
+        by_path = distances(new, ours, largest([start, updates, new]))
+        apart |= {path: max(x, apart.get(path, 0.0)) for path, x in by_path.items()}
     states = largest([state for *_, state in right])
-    return {
-        "state": distances(right[-1][2], found[-1][2], states),
-        "parameters": apart,
-    }
+    state = distances(right[-1][2], found[-1][2], states)
+    return {"state": state, "parameters": apart}
 
 
 def compare_alias(

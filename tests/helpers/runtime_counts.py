@@ -19,41 +19,30 @@ class RuntimeCounts:
     which the compiler states no count takes one turn here. One that keeps a leaf apart
     does so where something is updated. Which branch a conditional takes is not known:
     each count is the largest of the branches'.
-
-    Attributes:
-      kernels: Kernels, calls of libraries, and copies between them, one after the
-        other. They include those of the conditions that loops evaluate.
-      host_syncs: How often the host waits for the device: to learn whether a loop
-        without a stated count takes another turn, and which branch a conditional takes.
-      loop_turns: Turns of loops whose count the compiler states.
-      transfers_up: Copies from host to device by the copy engine.
-      transfers_down: Copies from device to host by the copy engine.
-      sync_transfers: Of both, those without a start of their own. What comes after one
-        waits until it ends.
-      zero_copy_up: Kernels that read pinned memory over the link. XLA makes one where
-        the address is not linear in the variable of a counted loop, or where a slice is
-        not contiguous.
-      zero_copy_down: Kernels that write pinned memory over the link.
-      transfer_bytes: Bytes that the copy engine moves, both ways.
-      zero_copy_bytes: Bytes that kernels move over the link, both ways.
-      device_slices: Asynchronous copies from device to device.
-      host_copies: Copies of whole arrays within host memory.
-      rematerialized: Instructions that XLA added to compute a value once more, to save
-        memory. They are counted in the program's text, not multiplied by turns.
     """
 
+    #: Kernels, calls of libraries, and copies between them, one after the other. They
+    #: include those of the conditions that loops evaluate.
     kernels: int = 0
+    #: How often the host waits for the device: to learn whether a loop without a stated
+    #: count takes another turn, and which branch a conditional takes.
     host_syncs: int = 0
-    loop_turns: int = 0
-    transfers_up: int = 0
-    transfers_down: int = 0
+    loop_turns: int = 0  # turns of loops whose count the compiler states
+    transfers_up: int = 0  # copies from host to device by the copy engine
+    transfers_down: int = 0  # copies from device to host by the copy engine
+    #: Of both, those without a start of their own. What comes after one waits until it
+    #: ends.
     sync_transfers: int = 0
+    #: Kernels that read pinned memory over the link. XLA makes one where the address is
+    #: not linear in the variable of a counted loop, or where a slice is not contiguous.
     zero_copy_up: int = 0
-    zero_copy_down: int = 0
-    transfer_bytes: int = 0
-    zero_copy_bytes: int = 0
-    device_slices: int = 0
-    host_copies: int = 0
+    zero_copy_down: int = 0  # kernels that write pinned memory over the link
+    transfer_bytes: int = 0  # bytes that the copy engine moves, both ways
+    zero_copy_bytes: int = 0  # bytes that kernels move over the link, both ways
+    device_slices: int = 0  # asynchronous copies from device to device
+    host_copies: int = 0  # copies of whole arrays within host memory
+    #: Instructions that XLA added to compute a value once more, to save memory. They
+    #: are counted in the program's text, not multiplied by turns.
     rematerialized: int = 0
 
     @classmethod
@@ -76,20 +65,17 @@ class RuntimeCounts:
 
 
 def _computation(program: Computations, name: str) -> _Counts:
-    total: _Counts = collections.Counter()
-    for instruction in program.instructions[name]:
-        total.update(_instruction(program, instruction))
-    return total
+    each = (_instruction(program, x) for x in program.instructions[name])
+    return sum(each, collections.Counter())
 
 
 def _instruction(program: Computations, instruction: Instruction) -> _Counts:
-    operation = instruction.operation
-    if operation == "while":
+    if instruction.operation == "while":
         return _loop(program, instruction)
-    if operation in ("call", "conditional"):
+    if instruction.operation in ("call", "conditional"):
         branches = [_computation(program, x) for x in program.branches(instruction)]
-        if operation == "call":
-            return functools.reduce(operator.add, branches, collections.Counter())
+        if instruction.operation == "call":
+            return sum(branches, collections.Counter())
         # The host waits for the index of the branch, which is not known here.
         largest = functools.reduce(operator.or_, branches, collections.Counter())
         return largest + collections.Counter(host_syncs=1)
@@ -108,12 +94,10 @@ def _loop(program: Computations, instruction: Instruction) -> _Counts:
     loop = program.loop(instruction)
     total = _times(_computation(program, loop.body), loop.turns)
     if loop.counted:
-        total["loop_turns"] += loop.turns
-        return total
+        return total + collections.Counter(loop_turns=loop.turns)
     # The condition is evaluated, and its answer awaited, before each turn and after.
-    total.update(_times(_computation(program, loop.condition), loop.turns + 1))
-    total["host_syncs"] += loop.turns + 1
-    return total
+    asked = _computation(program, loop.condition) + collections.Counter(host_syncs=1)
+    return total + _times(asked, loop.turns + 1)
 
 
 def _times(counts: _Counts, turns: int) -> _Counts:
@@ -125,11 +109,11 @@ def _transfer(
 ) -> _Counts:
     way = "up" if program.goes_up(instruction) else "down"
     size = program.moved_by(instruction)
+    # What has no start of its own is in its turn among the others.
     if executor is Executor.ENGINE:
-        counts = collections.Counter({f"transfers_{way}": 1, "transfer_bytes": size})
-        counts["sync_transfers"] = int(not instruction.started)
-        return counts
-    counts = collections.Counter({f"zero_copy_{way}": 1, "zero_copy_bytes": size})
-    if not instruction.started:
-        counts["kernels"] = 1  # in its turn among the others
-    return counts
+        counts = {f"transfers_{way}": 1, "transfer_bytes": size}
+        alone = "sync_transfers"
+    else:
+        counts = {f"zero_copy_{way}": 1, "zero_copy_bytes": size}
+        alone = "kernels"
+    return collections.Counter(counts | {alone: int(not instruction.started)})

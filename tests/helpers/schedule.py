@@ -9,19 +9,12 @@ from helpers.hlo import Computations, Executor, Instruction
 
 @dataclasses.dataclass
 class Overlap:
-    """Transfers between host and device in one loop's body.
+    """Transfers between host and device in one loop's body."""
 
-    Attributes:
-      products: Matrix products in the body.
-      covered: Those during which a transfer is open.
-      bytes: Bytes transferred, both ways.
-      hidden: Bytes of the transfers that are open during a matrix product.
-    """
-
-    products: int = 0
-    covered: int = 0
-    bytes: int = 0
-    hidden: int = 0
+    products: int = 0  # matrix products in the body
+    covered: int = 0  # those during which a transfer is open
+    bytes: int = 0  # bytes transferred, both ways
+    hidden: int = 0  # bytes of the transfers that are open during a matrix product
 
 
 def overlaps(hlo: str) -> list[Overlap]:
@@ -55,17 +48,11 @@ def reductions(hlo: str) -> list[int]:
 
 @dataclasses.dataclass
 class Flight:
-    """What is under way at once in one loop's body.
+    """What is under way at once in one loop's body."""
 
-    Attributes:
-      up: The most transfers to the device that are open at once.
-      down: The most transfers to the host.
-      kernels: Kernels that start while a transfer is open.
-    """
-
-    up: int = 0
-    down: int = 0
-    kernels: int = 0
+    up: int = 0  # the most transfers to the device that are open at once
+    down: int = 0  # the most transfers to the host
+    kernels: int = 0  # kernels that start while a transfer is open
 
 
 def flights(hlo: str) -> list[Flight]:

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from helpers.split_place import Place, Sizes
+from helpers.split_ops import Place, Sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -18,17 +18,12 @@ HEADS, HEAD, EXPERTS, RANK = 2, 2, 3, 2
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Weights of one part of a layer.
+    """Weights of one part of a layer."""
 
-    Attributes:
-      values: By name, `prefix` before each; also those of frozen matrices' adapters.
-      prefix: The part's.
-      dtype: What they are computed in; None: their own.
-    """
-
+    #: By name, `prefix` before each; also those of frozen matrices' adapters.
     values: Mapping[str, Any]
-    prefix: str = ""
-    dtype: Any = None
+    prefix: str = ""  # the part's
+    dtype: Any = None  # what they are computed in; None: their own
 
     def __getitem__(self, name: str) -> Array:
         name = self.prefix + name
@@ -56,56 +51,25 @@ class Weights:
 Apply = Callable[[Weights, Array, Array, Place], Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """An equation with weights.
+class Block(NamedTuple):
+    """An equation with weights."""
 
-    Attributes:
-      shapes: Of its weights, by name.
-      apply: Computes it of weights, the latest value, one made before, and its place.
-    """
-
-    shapes: Callable[[Sizes], Shapes]
+    weights: str  # their names and shapes, whose axes `shapes` has by letter
+    #: Computes it of weights, the latest value, one made before, and its place.
     apply: Apply
 
-
-def _square(s: Sizes) -> Shapes:
-    return {"w": (s.width, s.width)}
-
-
-def _with_bias(s: Sizes) -> Shapes:
-    return {"w": (s.width, s.width), "bias": (s.width,)}
-
-
-def _mlp(s: Sizes) -> Shapes:
-    return {"up": (s.width, s.hidden), "down": (s.hidden, s.width)}
+    def shapes(self, s: Sizes) -> Shapes:
+        """Of its weights, by name."""
+        size = {"d": s.width, "f": s.hidden, "t": s.time, "v": s.words, "e": EXPERTS}
+        size |= {"h": HEADS * HEAD, "3": 3}
+        named = (x.split(":") for x in self.weights.split())
+        return {name: tuple(size[axis] for axis in axes) for name, axes in named}
 
 
-def _gated(s: Sizes) -> Shapes:
-    return {"gate": (s.width, s.hidden)} | _mlp(s)
-
-
-def _attention(s: Sizes) -> Shapes:
-    size = HEADS * HEAD
-    into = {name: (s.width, size) for name in ("q", "k", "v")}
-    return into | {"o": (size, s.width)}
-
-
-def _experts(s: Sizes) -> Shapes:
-    return {"router": (s.width, EXPERTS), "experts": (EXPERTS, s.width, s.width)}
-
-
-def _listed(s: Sizes) -> Shapes:
-    """Numbered within a layer, as layers are."""
-    return {f"part/{n}/w": (s.width, s.width) for n in range(2)}
-
-
-def _vector(s: Sizes) -> Shapes:
-    return {"scale": (s.width,)}
-
-
-def _two_vectors(s: Sizes) -> Shapes:
-    return {"scale": (s.width,), "bias": (s.width,)}
+_SQUARE, _WITH_BIAS, _MLP = "w:dd", "w:dd bias:d", "up:df down:fd"
+_GATED = f"gate:df {_MLP}"
+_ATTENTION = "q:dh k:dh v:dh o:hd"
+_EXPERTS = "router:de experts:edd"
 
 
 def _hidden_act(act: Callable[[Array], Array]) -> Apply:
@@ -170,14 +134,10 @@ def _convolved(w: Weights, x: Array, y: Array, at: Place) -> Array:
 
 
 def _lax_convolved(w: Weights, x: Array, y: Array, at: Place) -> Array:
-    kernel = w["kernel"].astype(x.dtype)[:, None]
+    kernel = w["taps"].astype(x.dtype)[:, None]
+    axes, groups = ("NWC", "WIO", "NWC"), x.shape[-1]
     return lax.conv_general_dilated(
-        x,
-        kernel,
-        (1,),
-        "SAME",
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=x.shape[-1],
+        *(x, kernel, (1,), "SAME"), dimension_numbers=axes, feature_group_count=groups
     )
 
 
@@ -246,8 +206,7 @@ def _cross(w: Weights, x: Array, y: Array, at: Place) -> Array:
 
 
 def _checkpointed(w: Weights, x: Array, y: Array, at: Place, **how: Any) -> Array:
-    run = jax.checkpoint(lambda x: _hidden_act(jax.nn.gelu)(w, x, y, at), **how)
-    return run(x)
+    return jax.checkpoint(lambda x: _hidden_act(jax.nn.gelu)(w, x, y, at), **how)(x)
 
 
 def _looped(w: Weights, x: Array, y: Array, at: Place) -> Array:
@@ -258,11 +217,7 @@ def _looped(w: Weights, x: Array, y: Array, at: Place) -> Array:
 
 def _either(w: Weights, x: Array, y: Array, at: Place) -> Array:
     up = lambda x: w.product(jnp.sin(w.product(x, "up")), "down")
-    return lax.cond(jnp.mean(y) > 0, up, _nothing, x)
-
-
-def _nothing(x: Array) -> Array:
-    return jnp.zeros_like(x)
+    return lax.cond(jnp.mean(y) > 0, up, jnp.zeros_like, x)
 
 
 _dots = functools.partial(
@@ -271,46 +226,46 @@ _dots = functools.partial(
 
 #: By name. Those of the same weights may stand for one another.
 BLOCKS: dict[str, Block] = {
-    "attention": Block(_attention, _attend),
-    "attention, capped": Block(_attention, functools.partial(_attend, soft=True)),
-    "attention, local": Block(_attention, functools.partial(_attend, local=True)),
-    "attention, of encoder": Block(_attention, _cross),
-    "bias": Block(_with_bias, lambda w, x, y, at: w.product(x, "w") + w["bias"]),
+    "attention": Block(_ATTENTION, _attend),
+    "attention, capped": Block(_ATTENTION, functools.partial(_attend, soft=True)),
+    "attention, local": Block(_ATTENTION, functools.partial(_attend, local=True)),
+    "attention, of encoder": Block(_ATTENTION, _cross),
+    "bias": Block(_WITH_BIAS, lambda w, x, y, at: w.product(x, "w") + w["bias"]),
     "bias, silu": Block(
-        _with_bias, lambda w, x, y, at: jax.nn.silu(w.product(x, "w") + w["bias"])
+        _WITH_BIAS, lambda w, x, y, at: jax.nn.silu(w.product(x, "w") + w["bias"])
     ),
-    "bilinear": Block(_square, lambda w, x, y, at: jnp.tanh(y) * w.product(x, "w")),
-    "convolution": Block(lambda s: {"kernel": (3, s.width)}, _convolved),
-    "convolution, lax": Block(lambda s: {"kernel": (3, s.width)}, _lax_convolved),
-    "experts": Block(_experts, _routed),
-    "experts, sorted": Block(_experts, _dispatched),
-    "gated": Block(_gated, _gated_by(jax.nn.silu)),
-    "gated, gelu": Block(_gated, _gated_by(jax.nn.gelu)),
-    "layer norm": Block(_two_vectors, _layer_norm),
+    "bilinear": Block(_SQUARE, lambda w, x, y, at: jnp.tanh(y) * w.product(x, "w")),
+    "convolution": Block("kernel:3d", _convolved),
+    "convolution, lax": Block("taps:3d", _lax_convolved),
+    "experts": Block(_EXPERTS, _routed),
+    "experts, sorted": Block(_EXPERTS, _dispatched),
+    "gated": Block(_GATED, _gated_by(jax.nn.silu)),
+    "gated, gelu": Block(_GATED, _gated_by(jax.nn.gelu)),
+    "layer norm": Block("scale:d bias:d", _layer_norm),
     "listed": Block(
-        _listed,
+        "part/0/w:dd part/1/w:dd",
         lambda w, x, y, at: jnp.tanh(w.product(x, "part/0/w")) @ w["part/1/w"],
     ),
-    "lookup": Block(lambda s: {"table": (s.words, s.width)}, _looked_up),
-    "looped": Block(_square, _looped),
-    "mlp": Block(_mlp, _hidden_act(jax.nn.gelu)),
-    "mlp, checkpoint": Block(_mlp, _checkpointed),
-    "mlp, checkpoint of dots": Block(_mlp, _dots),
-    "mlp, cond": Block(_mlp, _either),
-    "mlp, relu": Block(_mlp, _hidden_act(jax.nn.relu)),
-    "mlp, squared": Block(_mlp, _hidden_act(lambda x: jnp.square(jax.nn.relu(x)))),
-    "mix over time": Block(lambda s: {"mix": (s.time, s.time)}, _mixed),
-    "product": Block(_square, lambda w, x, y, at: w.product(x, "w")),
+    "lookup": Block("table:vd", _looked_up),
+    "looped": Block(_SQUARE, _looped),
+    "mlp": Block(_MLP, _hidden_act(jax.nn.gelu)),
+    "mlp, checkpoint": Block(_MLP, _checkpointed),
+    "mlp, checkpoint of dots": Block(_MLP, _dots),
+    "mlp, cond": Block(_MLP, _either),
+    "mlp, relu": Block(_MLP, _hidden_act(jax.nn.relu)),
+    "mlp, squared": Block(_MLP, _hidden_act(lambda x: jnp.square(jax.nn.relu(x)))),
+    "mix over time": Block("mix:tt", _mixed),
+    "product": Block(_SQUARE, lambda w, x, y, at: w.product(x, "w")),
     "product, custom_vjp": Block(
-        _square, lambda w, x, y, at: _own_product(x, w["w"].astype(x.dtype))
+        _SQUARE, lambda w, x, y, at: _own_product(x, w["w"].astype(x.dtype))
     ),
-    "recurrence": Block(_vector, _remembered),
-    "rms norm": Block(_vector, _rms_norm),
-    "scale": Block(_vector, lambda w, x, y, at: x * (1 + w["scale"]).astype(x.dtype)),
-    "shared": Block(_square, _shared),
-    "solve": Block(_square, _solved),
-    "twice": Block(_square, lambda w, x, y, at: jnp.sin(w.product(x, "w")) @ w["w"].T),
+    "recurrence": Block("scale:d", _remembered),
+    "rms norm": Block("scale:d", _rms_norm),
+    "scale": Block("scale:d", lambda w, x, y, at: x * (1 + w["scale"]).astype(x.dtype)),
+    "shared": Block(_SQUARE, _shared),
+    "solve": Block(_SQUARE, _solved),
+    "twice": Block(_SQUARE, lambda w, x, y, at: jnp.sin(w.product(x, "w")) @ w["w"].T),
 }
 
 #: Those whose weights are matrices that adapters can be put beside.
-MATRICES = [name for name, block in BLOCKS.items() if block.shapes in (_mlp, _gated)]
+MATRICES = [name for name, block in BLOCKS.items() if block.weights in (_MLP, _GATED)]

@@ -6,14 +6,10 @@ asked for, see `apart`.
 """
 
 import contextlib
-import dataclasses
 import functools
-import gc
 import importlib
-import itertools
 import json
 import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,29 +20,47 @@ import optax
 from jax import Array
 
 import paged_optax as po
-from helpers import apart, quick_compiler
+from helpers import apart, broken, quick_compiler
 from helpers.split_models import Model
 from helpers.split_ops import NARROW
-from helpers.split_optimizers import OPTIMIZERS, paged
 from helpers.split_plain import Recipe, whole
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 #: Nearly all of a case is XLA:CPU's compiler. What is bfloat16 is rounded after each
 #: operation, whatever it is fused with.
-FLAGS = " ".join(
-    (
-        "--xla_allow_excess_precision=false",
-        *(
-            f"--{name}={value}".lower()
-            for name, value in quick_compiler.OPTIONS.items()
-        ),
-    )
-)
+FLAGS = f"--xla_allow_excess_precision=false {quick_compiler.FLAGS}"
 
 #: An accelerator's way, beside a CPU's, is traced and never run here.
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
 Numbers = dict[str, float]
+
+_is_matrix = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+_is_large = lambda params: jax.tree.map(lambda x: x.size > 12, params)
+
+
+def _rated(updates: Any, params: Any) -> Any:
+    """Another rate for each leaf, and so for each layer."""
+    leaves, structure = jax.tree.flatten(updates)
+    scaled = [(1 + n % 5) / 4 * x for n, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, scaled)
+
+
+#: They see the tree that the loss takes. A gradient of rounding errors alone must not
+#: become a whole step: `eps`.
+OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+    "muon": optax.contrib.muon(0.01, eps=1e-2),
+    "lamb": optax.lamb(0.01, eps=1e-2),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    "mask by shape": optax.adamw(0.01, eps=1e-2, weight_decay=0.5, mask=_is_matrix),
+    "mask by size": optax.adamw(0.01, eps=1e-2, weight_decay=0.5, mask=_is_large),
+    "rate by leaf": optax.chain(
+        optax.scale_by_adam(eps=1e-2), optax.stateless(_rated), optax.scale(-0.01)
+    ),
+}
+
+#: Of a stack of matrices these have no numbers by layer.
+BY_MATRIX = ("muon", "lamb", "adaptive clip")
 
 #: What refusals say where there are no layers but other lists.
 NO_LAYERS = ("no layers", "two layers", "are trained", "does not use layer")
@@ -55,37 +69,27 @@ NO_LAYERS = ("no layers", "two layers", "are trained", "does not use layer")
 NOT_FINITE = {"losses": np.inf}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flat:
-    """A tree's arrays by dtype, behind one another: all trees look alike to XLA.
+def _flat(tree: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """A tree's arrays by dtype, behind one another, and what makes a tree of such.
 
-    Optax's transformations that are compared make each value of its own.
+    All trees look alike to XLA. Optax's transformations that are compared make each
+    value of its own.
     """
+    leaves, structure = jax.tree.flatten(tree)
+    vectors, ends = {}, {}
+    for dtype in ("bfloat16", "float32"):
+        parts = [np.ravel(x) for x in leaves if x.dtype == dtype]
+        ends[dtype] = np.cumsum([x.size for x in parts], dtype=int)
+        room = np.zeros(-sum(x.size for x in parts) % _ROOM, jnp.dtype(dtype))
+        vectors[dtype] = np.concatenate([*parts, room])
 
-    leaves: list[Any]
-    structure: Any
-    vectors: dict[str, np.ndarray]
+    def tree_of(vectors: dict[str, Any]) -> Any:
+        split = lambda dtype: iter(np.split(np.asarray(vectors[dtype]), ends[dtype]))
+        parts = {dtype: split(dtype) for dtype in vectors}
+        made = [next(parts[str(x.dtype)]).reshape(x.shape) for x in leaves]
+        return jax.tree.unflatten(structure, map(jnp.asarray, made))
 
-    @classmethod
-    def of(cls, tree: Any) -> "_Flat":
-        leaves, structure = jax.tree.flatten(tree)
-        vectors = {}
-        for dtype in ("bfloat16", "float32"):
-            parts = [np.ravel(x) for x in leaves if x.dtype == dtype]
-            size = sum(x.size for x in parts)
-            room = np.zeros(-size % _ROOM, jnp.dtype(dtype))
-            vectors[dtype] = np.concatenate([*parts, room])
-        return cls(leaves, structure, vectors)
-
-    def tree(self, vectors: dict[str, Any]) -> Any:
-        """A tree of such arrays."""
-        ends, made = dict.fromkeys(vectors, 0), []
-        for x in self.leaves:
-            start = ends[str(x.dtype)]
-            ends[str(x.dtype)] = stop = start + x.size
-            part = np.asarray(vectors[str(x.dtype)])[start:stop]
-            made.append(jnp.asarray(part.reshape(x.shape)))
-        return jax.tree.unflatten(self.structure, made)
+    return vectors, tree_of
 
 
 _ROOM = 1 << 14
@@ -118,12 +122,16 @@ _ADAMW, _SGD = {"learning_rate": 0.01, "eps": 1e-2}, {"learning_rate": 0.1}
 def _paged(recipe: Recipe) -> optax.GradientTransformation:
     """The same, paged; small leaves stay on the device if they are not."""
     if recipe["optimizer"]:
-        return paged(recipe["optimizer"], recipe["paged"])
+        tx = OPTIMIZERS[recipe["optimizer"]]
+        paging = {"page_size": 4096, "min_paged_size": 0}
+        return po.paged(tx, **paging) if recipe["paged"] else tx
     size: Any = 0 if recipe["paged"] else "1MiB"
     how = {"page_size": 4096, "min_paged_size": size}
-    if recipe["adamw"]:
-        return po.paged_adamw(**_ADAMW, **how)
-    return po.paged_sgd(**_SGD, **how)
+    return (
+        po.paged_adamw(**_ADAMW, **how)
+        if recipe["adamw"]
+        else po.paged_sgd(**_SGD, **how)
+    )
 
 
 def narrow(model: Model) -> bool:
@@ -219,17 +227,15 @@ class Case:
         made, weights, metrics = jax.lax.map(each, batch)
         return jnp.sum(made * weights) / jnp.sum(weights), metrics
 
-    def expected(self, moved: int = 0) -> tuple[list[Array], list[Any], Any]:
-        """Each step's loss and metrics, and the parameters after the last.
-
-        Args:
-          moved: The seed by which the parameters change in their last bits before; 0:
-            they do not.
-        """
+    def start(self, moved: int) -> tuple[Any, Any]:
+        """Parameters, and frozen ones; their last bits changed by a seed, if it is."""
         params, frozen = self.model.params(0)
-        if moved:
-            draw = np.random.default_rng(moved)
-            params = jax.tree.map(functools.partial(_moved, draw), params)
+        move = functools.partial(_moved, np.random.default_rng(moved))
+        return jax.tree.map(move, params) if moved else params, frozen
+
+    def expected(self, moved: int = 0) -> tuple[list[Array], list[Any], Any]:
+        """Each step's loss and metrics, and the parameters after the last."""
+        params, frozen = self.start(moved)
         loss = functools.partial(self.mean, self.model.loss)
         grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
         optimizer = self.recipe["optimizer"]
@@ -240,9 +246,9 @@ class Case:
             if optimizer:  # it sees the shapes
                 params, state = update(params, gradients, state)
             else:
-                given = _Flat.of(params), _Flat.of(gradients)
-                flat, state = update(*(x.vectors for x in given), state)
-                params = given[0].tree(flat)
+                vectors, tree_of = _flat(params)
+                vectors, state = update(vectors, _flat(gradients)[0], state)
+                params = tree_of(vectors)
             losses.append(loss)
             said.append(metrics)
         return losses, said, params
@@ -287,11 +293,8 @@ class Case:
         return jax.tree.map(lambda x: x[0], batch) if first else batch
 
     def gradients(self, moved: int = 0) -> tuple[Array, Any]:
-        """The loss of one batch, and its gradients; `moved` as for `expected`."""
-        params, frozen = self.model.params(0)
-        if moved:
-            draw = np.random.default_rng(moved)
-            params = jax.tree.map(functools.partial(_moved, draw), params)
+        """The loss of one batch, and its gradients; `moved` as for `start`."""
+        params, frozen = self.start(moved)
         given = () if frozen is None else (frozen,)
         plain = lambda p: _parted(self.model.loss(p, *given, self.one()))[0]
         return jax.jit(jax.value_and_grad(plain))(params)
@@ -344,7 +347,7 @@ class Case:
             a, b = jnp.asarray(a), jnp.asarray(b)
             if (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise AssertionError(f"{name}: {a.aval} became {b.aval}")
-            distance = _distance(a, b)
+            distance = _largest(np.asarray(a, np.float64) - np.asarray(b, np.float64))
             scale = max(_largest(a), 0.05 * largest, 1e-30)
             if not distance <= most * scale:
                 where = f"{name} {jax.tree_util.keystr(path)}"
@@ -370,16 +373,8 @@ def _parted(made: Any) -> tuple[Array, Array, Any]:
     return made, jnp.float32(1), metrics
 
 
-def _numbers(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
-
-
 def _largest(x: Any) -> float:
-    return float(np.max(np.abs(_numbers(x)), initial=0.0))
-
-
-def _distance(a: Array, b: Array) -> float:
-    return float(np.max(np.abs(_numbers(a) - _numbers(b)), initial=0.0))
+    return float(np.max(np.abs(np.asarray(x, np.float64)), initial=0.0))
 
 
 def run(recipe: Recipe) -> Numbers:
@@ -448,33 +443,7 @@ def _names_a_line(said: str) -> bool:
     return re.search(r"split_\w+\.py:\d+", said) is not None
 
 
-def outcome(recipe: str) -> Any:
-    """What differs of a recipe in JSON, or what went wrong and where."""
-    try:
-        return run(json.loads(recipe))
-    except Exception as error:  # one case must not hide the others
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [x for x in frames if "paged_optax" in x.filename] or frames
-        at = f"{own[-1].filename.rpartition('paged_optax/')[2]}:{own[-1].lineno}"
-        return f"{type(error).__name__}: {error} [{at}]"
-
-
-def serve() -> None:
-    """Answers with what differs of the recipes that it is asked for."""
-    gc.freeze()
-    gc.set_threshold(200_000)
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    asked = itertools.count(1)
-
-    def answer(recipe: str) -> Any:
-        found = outcome(recipe)
-        if next(asked) % 50 == 0:
-            jax.clear_caches()
-            gc.collect()
-        return found
-
-    apart.answer(answer)
-
-
 if __name__ == "__main__":
-    serve()
+    broken.break_by_name()
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    apart.answer(lambda recipe: run(json.loads(recipe)), jax.clear_caches, every=50)

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from helpers.split_blocks import BLOCKS, Weights
-from helpers.split_ops import OPS
+from helpers.split_ops import OPS, Place
 from helpers.split_params import Parameters
-from helpers.split_place import Place
 from helpers.split_trees import Named
 
 Carry = dict[str, Any]

@@ -1,9 +1,10 @@
-"""Equations of random layers that need no weights, of arrays of one shape."""
+"""Where a random layer is, and its equations that need no weights, of one shape."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +12,98 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from helpers.split_place import Place
+
+class Sizes(NamedTuple):
+    """Of a random model: axes of its batch and of its weights."""
+
+    batch: int
+    time: int
+    width: int
+    hidden: int
+    words: int
+    layers: int
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a layer is, and what it sees besides its input."""
+
+    sizes: Sizes  # the model's
+    number: int | Array  # the layer's number: a Python int, or traced within a scan
+    kind: int  # which of two kinds the layer is of, 0 or 1
+    mask: str  # how attention is masked
+    #: Where rotary tables are made: "before" the layers, in "each", or None.
+    rotary: str | None
+    key: Array  # the layer's own key, from which its dropout and noise are drawn
+    seen: Mapping[str, Any]  # what all layers see, by name
+    #: What a scan gives each layer of the stacks in `seen`, by name.
+    rows: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    count: Array | None = None  # what is counted from layer to layer, or None
+    _keys: int = 0
+
+    def new_key(self) -> Array:
+        """Another one each time."""
+        self._keys += 1
+        return jax.random.fold_in(self.key, self._keys)
+
+    def row(self, name: str) -> Array | np.ndarray:
+        """This layer's part of a stack."""
+        if name in self.rows:
+            return self.rows[name]
+        stack, at = self.seen[name], self.number
+        return stack[at] if isinstance(at, int) else jnp.asarray(stack)[at]
+
+    def count_of_tokens(self) -> Array:
+        """An integer of the batch, or what is counted from layer to layer."""
+        if self.count is not None:
+            return self.count
+        return jnp.sum(self.seen["tokens"] % 2)
+
+    def allowed(self, local: bool) -> Array | np.ndarray:
+        """Which keys each query may see, [1 or batch, time, time]."""
+        time = self.sizes.time
+        if self.mask == "before":
+            return self.seen["local" if local else "causal"]
+        if self.mask == "each":
+            return _causal(time, 2 if local else time)
+        if self.mask == "numpy":
+            return np.asarray(np.tril(np.ones((1, time, time), bool), 0 - local))
+        if self.mask == "window by layer":
+            return _causal(time, 1 + self.number % 3 + 2 * (not local))
+        assert self.mask == "padding"
+        return _causal(time, 2 if local else time) & self.seen["valid"][:, None]
+
+    def tables(self) -> tuple[Array, Array] | None:
+        """Rotary cosines and sines, [time, 1]."""
+        if self.rotary == "each":
+            return rotary(self.sizes.time)
+        return self.seen["rotary"] if self.rotary == "before" else None
+
+
+def _causal(time: int, window: int | Array) -> Array:
+    behind = jnp.arange(time)[:, None] - jnp.arange(time)
+    return ((behind >= 0) & (behind < window))[None]
+
+
+def prepared(time: int) -> dict[str, Array]:
+    """Masks that are made before the layers."""
+    return {"causal": _causal(time, time), "local": _causal(time, 2)}
+
+
+def rotary(time: int) -> tuple[Array, Array]:
+    """Cosines and sines, [time, 1]."""
+    angles = jnp.arange(time, dtype=jnp.float32)[:, None] * np.float32(0.3)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+# -- equations ----------------------------------------------------------------------
 
 #: The latest value, one made before, and where the layer is.
 Op = Callable[[Array, Array, Place], Array]
 
 
-@jax.custom_jvp
-def _own_jvp(x: Array) -> Array:
-    return jnp.tanh(x)
-
-
-@_own_jvp.defjvp
-def _(values, tangents):
-    (x,), (t,) = values, tangents
-    return _own_jvp(x), 0.7 * t * jnp.cos(x)
+_own_jvp = jax.custom_jvp(jnp.tanh)
+_own_jvp.defjvps(lambda t, result, x: 0.7 * t * jnp.cos(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -61,25 +139,15 @@ def _compiled(x: Array, y: Array) -> Array:
 def _fresh_jvp(x: Array, place: Place) -> Array:
     """A function of this layer's own, as libraries make them within a call."""
 
-    @jax.custom_jvp
-    def bend(x):
-        return jnp.tanh(x)
-
+    bend = jax.custom_jvp(lambda x: jnp.tanh(x))
     bend.defjvps(lambda t, result, x: t * (1 - 0.5 * result * result))
     return bend(x)
 
 
 def _fresh_vjp(x: Array, place: Place) -> Array:
     scale = 0.5 + 0.25 * place.kind
-
-    @jax.custom_vjp
-    def bend(x):
-        return jnp.sin(x)
-
-    bend.defvjp(
-        lambda x: (bend(x), jnp.cos(x)),
-        lambda kept, g: (g * scale * kept,),
-    )
+    bend = jax.custom_vjp(lambda x: jnp.sin(x))
+    bend.defvjp(lambda x: (bend(x), jnp.cos(x)), lambda kept, g: (g * scale * kept,))
     return bend(x)
 
 
@@ -116,10 +184,6 @@ def _largest(x: Array) -> Array:
     return jnp.einsum("btk,btkd->btd", jax.nn.softmax(values), chosen)
 
 
-def _sorted(x: Array) -> Array:
-    return jnp.take_along_axis(x, jnp.argsort(x, axis=-1), axis=-1)
-
-
 def _permuted(x: Array) -> Array:
     return x[..., np.random.default_rng(x.shape[-1]).permutation(x.shape[-1])]
 
@@ -132,10 +196,6 @@ def _table_of_all(x: Array) -> Array:
 def _dropped(x: Array, place: Place) -> Array:
     kept = jax.random.bernoulli(place.new_key(), 0.8, x.shape)
     return jnp.where(kept, x / 0.8, 0).astype(x.dtype)
-
-
-def _noisy(x: Array, place: Place) -> Array:
-    return x + 0.1 * jax.random.normal(place.new_key(), x.shape, x.dtype)
 
 
 def _rotated(x: Array) -> Array:
@@ -161,13 +221,6 @@ def _by_even(x: Array, place: Place) -> Array:
     return lax.cond(place.number % 2 == 1, jnp.tanh, jnp.sin, x)
 
 
-def _rolled(x: Array, place: Place) -> Array:
-    """By as many places as layers were before: an integer of each layer's own."""
-    if isinstance(place.number, int):
-        return jnp.roll(x, place.number % 3, axis=1)
-    return jnp.roll(x, place.number % 3, axis=1)
-
-
 #: By name. Values stay of order one: what follows a layer is normalised or added.
 OPS: dict[str, Op] = {
     "abs": lambda x, y, at: jnp.abs(x),
@@ -177,7 +230,7 @@ OPS: dict[str, Op] = {
     "barrier": lambda x, y, at: sum(lax.optimization_barrier((x, 0.5 * y))),
     "by even layers": lambda x, y, at: _by_even(x, at),
     "by layer, literal": lambda x, y, at: _by_literal(x, at),
-    "by layer, rolled": lambda x, y, at: _rolled(x, at),
+    "by layer, rolled": lambda x, y, at: jnp.roll(x, at.number % 3, axis=1),
     "by layer, table": lambda x, y, at: x * at.row("table").astype(x.dtype),
     "cast": lambda x, y, at: jnp.sin(x.astype(jnp.float32)).astype(x.dtype),
     "cast down": lambda x, y, at: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype),
@@ -220,7 +273,9 @@ OPS: dict[str, Op] = {
     "mean over time": lambda x, y, at: x - jnp.mean(y, 1, keepdims=True),
     "mul": lambda x, y, at: x * jnp.tanh(y),
     "neg": lambda x, y, at: -x,
-    "noise": lambda x, y, at: _noisy(x, at),
+    "noise": lambda x, y, at: (
+        x + 0.1 * jax.random.normal(at.new_key(), x.shape, x.dtype)
+    ),
     "nothing": lambda x, y, at: x,
     "pad": lambda x, y, at: jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0))),
     "permute": lambda x, y, at: _permuted(x),
@@ -240,7 +295,7 @@ OPS: dict[str, Op] = {
     "silu": lambda x, y, at: jax.nn.silu(x),
     "softmax": lambda x, y, at: jax.nn.softmax(x, 1) * x.shape[1],
     "sort": lambda x, y, at: jnp.sort(x, -1),
-    "sort, taken": lambda x, y, at: _sorted(x),
+    "sort, taken": lambda x, y, at: jnp.take_along_axis(x, jnp.argsort(x, -1), -1),
     "standardize": lambda x, y, at: jax.nn.standardize(x, epsilon=1e-2),
     "stop gradient": lambda x, y, at: x + 0.5 * lax.stop_gradient(y),
     "sub": lambda x, y, at: x - 0.5 * y,

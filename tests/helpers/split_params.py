@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from helpers.split_blocks import BLOCKS, RANK, Shapes
-from helpers.split_place import Sizes
+from helpers.split_ops import Sizes
 from helpers.split_plain import Recipe, whole
 from helpers.split_trees import TREES, Named
 

@@ -4,65 +4,25 @@ from typing import Any
 
 Recipe = dict[str, Any]
 
+_ABSENT = "wrap rotary second router penalty cast frozen refused optimizer max_norm"
+_ABSENT += " workspace then"
+_OFF = "counted tied norm positions unused digits hybrid named alone abstract adamw"
+_OFF += " paged on_host accumulate activations_on_host ahead"
+
 #: A list of layers in float32 and nothing else, trained by plain gradient descent.
 PLAIN: Recipe = {
-    "container": "list",
-    "sizes": [1, 3, 3, 4, 7],
-    "kinds": [0, 0],
-    "changes": [],
-    "wrap": None,
-    "mask": "numpy",
-    "rotary": None,
-    "keys": "constant",
-    "raw key": False,
-    "second": None,
-    "counted": False,
-    "router": None,
-    "kept": [],
-    "which": 0,
-    "penalty": None,
-    "penalty late": True,
-    "cast": None,
-    "dtype": "float32",
-    "tied": False,
-    "norm": False,
-    "positions": False,
-    "unused": False,
-    "digits": False,
-    "hybrid": False,
-    "unlike": {},
-    "loss": "plain",
-    "batch": "dict",
-    "frozen": None,
-    "refused": None,
-    "again": 1,
-    "named": False,
-    "alone": False,
-    "abstract": False,
-    "adamw": False,
-    "optimizer": None,
-    "paged": False,
-    "on_host": False,
-    "max_norm": None,
-    "accumulate": False,
-    "workspace": None,
-    "activations_on_host": False,
-    "ahead": False,
-    "then": None,
+    **dict.fromkeys(_ABSENT.split()),
+    **dict.fromkeys(["raw key", *_OFF.split()], False),
+    **{"container": "list", "sizes": [1, 3, 3, 4, 7], "kinds": [0, 0], "changes": []},
+    **{"mask": "numpy", "keys": "constant", "kept": [], "which": 0, "again": 1},
+    **{"penalty late": True, "dtype": "float32", "unlike": {}},
+    **{"loss": "plain", "batch": "dict"},
 }
-
 #: Of one of its blocks, but for `ops`.
 BLOCK: Recipe = {"end": "tanh", "wrap": None, "residual": True}
-
 #: Of how its stacked layers are scanned.
-SCAN: Recipe = {
-    "body": 1,
-    "unroll": 1,
-    "rows": False,
-    "index": True,
-    "scaled": False,
-    "whole": True,
-}
+SCAN: Recipe = {"body": 1, "unroll": 1, "rows": False, "index": True}
+SCAN |= {"scaled": False, "whole": True}
 
 
 def whole(recipe: Recipe) -> Recipe:

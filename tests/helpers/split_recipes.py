@@ -6,24 +6,17 @@ import random
 from typing import Any
 
 from helpers.split_blocks import BLOCKS, MATRICES
+from helpers.split_fuzz import BY_MATRIX, OPTIMIZERS
 from helpers.split_layer import ENDS, WRAPS
 from helpers.split_ops import OPS
-from helpers.split_optimizers import BY_MATRIX, OPTIMIZERS
 from helpers.split_plain import Recipe, brief, whole
 from helpers.split_trees import LISTED, STACKED
 
 MASKS = ["before", "each", "numpy", "window by layer", "padding"]
 KEPT = ["stacked", "average", "metric", "mixed", "one", "concatenated"]
 #: What is refused of a list of layers, and of a scan over stacked ones.
-REFUSED_LISTS = [
-    "twice",
-    "side by side",
-    "skips",
-    "effect",
-    "elsewhere",
-    "neighbour",
-    "returned",
-]
+REFUSED_LISTS = ["twice", "side by side", "skips", "effect", "elsewhere"]
+REFUSED_LISTS += ["neighbour", "returned"]
 REFUSED_SCANS = ["twice", "reverse", "effect"]
 #: How what is trained with differs from what `split_layers` was given: a batch that
 #: takes the layers in another order, or has a number of Python's in place of an array,
@@ -60,8 +53,8 @@ def _like(name: str) -> list[str]:
     """Equations of the same weights, or of none."""
     if name in OPS:
         return [x for x in OPS if x != name]
-    shapes = BLOCKS[name].shapes
-    return [x for x in BLOCKS if x != name and BLOCKS[x].shapes is shapes]
+    weights = BLOCKS[name].weights
+    return [x for x in BLOCKS if x != name and BLOCKS[x].weights == weights]
 
 
 def _changes(draw: random.Random, blocks: list[Recipe]) -> list[Any]:
@@ -78,19 +71,13 @@ def _changes(draw: random.Random, blocks: list[Recipe]) -> list[Any]:
 
 def _kinds(draw: random.Random, count: int) -> list[int]:
     how = draw.choice(["same"] * 4 + ["alternate", "period", "one", "last", "any"])
-    if how == "alternate":
-        return [n % 2 for n in range(count)]
-    if how == "period":
-        period = draw.choice([3, 4])
-        return [int(n % period == period - 1) for n in range(count)]
-    if how == "one":
-        odd = draw.randrange(count)
-        return [int(n == odd) for n in range(count)]
-    if how == "last":
-        return [int(n == count - 1) for n in range(count)]
+    period = draw.choice([3, 4]) if how == "period" else 2
+    odd = draw.randrange(count) if how == "one" else count - 1
     if how == "any":
         return [draw.randrange(2) for _ in range(count)]
-    return [0] * count
+    if how in ("alternate", "period"):
+        return [int(n % period == period - 1) for n in range(count)]
+    return [int(n == odd and how != "same") for n in range(count)]
 
 
 def _any(draw: random.Random) -> Recipe:
@@ -106,11 +93,7 @@ def _any(draw: random.Random) -> Recipe:
     return {
         "container": draw.choice(STACKED if stacked else LISTED),
         "sizes": [
-            draw.choice([1, 2, 3]),
-            draw.choice([3, 4, 5]),
-            draw.choice([3, 5, 6]),
-            draw.choice([4, 7]),
-            draw.choice([7, 11]),
+            draw.choice(x) for x in ([1, 2, 3], [3, 4, 5], [3, 5, 6], [4, 7], [7, 11])
         ],
         "kinds": kinds,
         "changes": _changes(draw, blocks) if any(kinds) else [],
@@ -246,9 +229,7 @@ def _around(draw: random.Random, recipe: Recipe) -> Recipe:
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
     """How many recipes have each thing that can be drawn, by what it is a choice of."""
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
-    )
+    counts = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     for recipe in map(whole, map(json.loads, recipes)):
         names = {name for block in recipe["blocks"] for name, _ in block["ops"]}
         counts["ops"].update(names & {*OPS})

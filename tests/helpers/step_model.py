@@ -23,29 +23,24 @@ import math
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from helpers import aot, streams
-from helpers.hlo import (
-    Computations,
-    Executor,
-    Instruction,
-    buffers,
-)
+import jax
+
+from helpers import aot
+from helpers.hlo import Computations, Executor, Instruction, buffers
 from paged_optax.planning.cards import CARDS
+
+#: XLA:GPU deals to so many streams in turn: transfers of both directions, and slices on
+#: the device. None: each direction has a stream of its own, and slices wait for none.
+IN_TURN = 4 if jax.__version_info__ < (0, 12) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Rates.
+    """Rates."""
 
-    Attributes:
-      link: Bytes a second between host and device, each way.
-      flops: Operations of products a second.
-      memory: Bytes a second of device memory.
-    """
-
-    link: float
-    flops: float = math.inf
-    memory: float = math.inf
+    link: float  # bytes a second between host and device, each way
+    flops: float = math.inf  # operations of products a second
+    memory: float = math.inf  # bytes a second of device memory
 
 
 #: Round figures of data sheets, for comparing schedules: PCIe 5 x16, dense bfloat16.
@@ -57,14 +52,8 @@ def machine_of(card: str) -> Machine:
 
     86% of the link, 61% of the products in bfloat16, 73% of the memory's rate.
     """
-    return Machine(
-        *(
-            part / whole * rate
-            for part, whole, rate in zip(
-                dataclasses.astuple(H200), _stated("h200"), _stated(card), strict=True
-            )
-        )
-    )
+    rates = dataclasses.astuple(H200), _stated("h200"), _stated(card)
+    return Machine(*(x / whole * y for x, whole, y in zip(*rates, strict=True)))
 
 
 def _stated(card: str) -> tuple[float, float, float]:
@@ -77,71 +66,34 @@ def _stated(card: str) -> tuple[float, float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Overheads:
-    """What a runtime adds. Without arguments: nothing.
+    """What a runtime adds. Without arguments: nothing."""
 
-    Attributes:
-      kernel: The least seconds that a kernel takes.
-      gap: Seconds between two kernels.
-      copy: Seconds that a transfer or a slice takes beyond its bytes' time.
-      sync: Seconds of one wait of the host, which finds the device idle after it.
-      graph: Seconds that a turn of a counted loop takes, to update its graph.
-      one_way: The part of the link's rate that a copy engine reaches.
-      bidirectional: The part left for each direction while both are busy.
-      zero_copy: The part of the link's rate that a kernel reaches over it.
-      slices: How often a slice copied on the device crosses its memory.
-    """
-
-    kernel: float = 0.0
-    gap: float = 0.0
-    copy: float = 0.0
+    kernel: float = 0.0  # the least seconds that a kernel takes
+    gap: float = 0.0  # seconds between two kernels
+    copy: float = 0.0  # seconds that a transfer or a slice takes beyond its bytes' time
+    #: Seconds of one wait of the host, which finds the device idle after it.
     sync: float = 0.0
+    #: Seconds that a turn of a counted loop takes, to update its graph.
     graph: float = 0.0
-    one_way: float = 1.0
-    bidirectional: float = 1.0
-    zero_copy: float = 1.0
-    slices: float = 0.0
+    one_way: float = 1.0  # the part of the link's rate that a copy engine reaches
+    bidirectional: float = 1.0  # the part left for each direction while both are busy
+    zero_copy: float = 1.0  # the part of the link's rate that a kernel reaches over it
+    slices: float = 0.0  # how often a slice copied on the device crosses its memory
 
 
-#: Assumptions, from what such machines are known for.
-LOW = Overheads(
-    kernel=2e-6,
-    gap=1e-6,
-    copy=4e-6,
-    sync=20e-6,
-    graph=15e-6,
-    one_way=0.95,
-    bidirectional=0.95,
-    zero_copy=0.8,
-    slices=2.0,
-)
-HIGH = Overheads(
-    kernel=3e-6,
-    gap=2e-6,
-    copy=12e-6,
-    sync=50e-6,
-    graph=60e-6,
-    one_way=0.85,
-    bidirectional=0.7,
-    zero_copy=0.5,
-    slices=2.0,
-)
+#: Assumptions, from what such machines are known for, in the order of the fields.
+LOW = Overheads(2e-6, 1e-6, 4e-6, 20e-6, 15e-6, 0.95, 0.95, 0.8, 2.0)
+HIGH = Overheads(3e-6, 2e-6, 12e-6, 50e-6, 60e-6, 0.85, 0.7, 0.5, 2.0)
 
 
 @dataclasses.dataclass
 class Cost:
-    """What a program moves and computes, and how long it takes.
+    """What a program moves and computes, and how long it takes."""
 
-    Attributes:
-      up: Bytes from host to device.
-      down: Bytes from device to host.
-      compute: Seconds of all that is no transfer.
-      seconds: Seconds of the whole.
-    """
-
-    up: float = 0.0
-    down: float = 0.0
-    compute: float = 0.0
-    seconds: float = 0.0
+    up: float = 0.0  # bytes from host to device
+    down: float = 0.0  # bytes from device to host
+    compute: float = 0.0  # seconds of all that is no transfer
+    seconds: float = 0.0  # seconds of the whole
 
     @property
     def exposed(self) -> float:
@@ -166,10 +118,10 @@ def cost(
         states none, and the last layer or the first may have a turn of its own.
       trips: Turns of the innermost loops of which it states none, in their order.
       overheads: What the runtime adds.
-      in_turn: Streams to which transfers and slices are dealt, see `streams.IN_TURN`.
+      in_turn: Streams to which transfers and slices are dealt, see `IN_TURN`.
     """
     program = Computations(hlo, trips)
-    run = _Run(machine, layers, program, overheads, streams.dealt(program, in_turn))
+    run = _Run(machine, layers, program, overheads, dealt(program, in_turn))
     run.cost.seconds = run.computation(program.entry, 0.0)
     return run.cost
 
@@ -196,23 +148,24 @@ def kernels(hlo: str, machine: Machine) -> Iterator[tuple[Instruction, float, in
 def between(hlo: str, machine: Machine, layers: int = 1) -> tuple[float, float]:
     """The least and the most seconds of a program of XLA:GPU, see `LOW` and `HIGH`."""
     low, high = (
-        cost(hlo, machine, layers, overheads=overheads, in_turn=streams.IN_TURN).seconds
+        cost(hlo, machine, layers, overheads=overheads, in_turn=IN_TURN).seconds
         for overheads in (LOW, HIGH)
     )
     return low, high
 
 
 def over_floor(hlo: str, least: int, trips: Sequence[int] = ()) -> float:
-    """The time of a program's transfers over the least that they can take.
+    """The time of a program's transfers over the least, if `least` bytes go each way.
 
     All that is no transfer takes no time.
-
-    Args:
-      hlo: The program.
-      least: Bytes that have to go in each direction.
-      trips: See `cost`.
     """
     return cost(hlo, Machine(link=1.0), trips=trips).seconds / least
+
+
+def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
+    """Bytes that a program moves between host and device, both ways; see `cost`."""
+    moved = cost(hlo, Machine(link=1.0), trips=trips)
+    return int(moved.up + moved.down)
 
 
 class _Run:
@@ -287,9 +240,8 @@ class _Run:
             left = turns - 1 - turn
             if turn == 3 and left > 0:
                 longer = left * (now - began)
-                for field in ("up", "down", "compute"):
-                    each = getattr(self.cost, field) - getattr(before, field)
-                    setattr(self.cost, field, getattr(self.cost, field) + left * each)
+                for field, x in dataclasses.asdict(self.cost).items():
+                    setattr(self.cost, field, x + left * (x - getattr(before, field)))
                 return turn_from(now + longer, True)
         return now
 
@@ -412,3 +364,51 @@ def _flash(instruction: Instruction, types: Mapping[str, str]) -> int:
 def _shape(types: str) -> tuple[int, ...]:
     """The first array's dimensions."""
     return next((buffer.shape for buffer in buffers(types)), ())
+
+
+# -- the streams on which the runtime starts what is asynchronous --------------------
+
+
+def dealt(program: Computations, streams: int | None) -> dict[str, int]:
+    """The stream of each instruction that starts something, if they are dealt in turn.
+
+    XLA goes through computations breadth first, and through each in post order.
+    """
+    found: dict[str, int] = {}
+    names = [program.entry] if streams else []
+    for name in names:  # grows
+        for instruction in _post_order(program.instructions[name]):
+            if instruction.started and streams:
+                found[instruction.name] = len(found) % streams
+            called = program.branches(instruction)
+            if instruction.operation == "while":
+                called = [instruction.named("condition"), instruction.named("body")]
+            names += [x for x in called if x not in names]
+    return found
+
+
+def _post_order(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Instructions after their operands, depth first from those that nothing uses."""
+    known = {x.name: x for x in instructions}
+    needs = {x.name: [n for n in _needs(x) if n in known] for x in instructions}
+    used = {name for each in needs.values() for name in each}
+    waiting = [x.name for x in reversed(instructions) if x.name not in used]
+    opened: set[str] = set()
+    ended: set[str] = set()
+    while waiting:
+        name = waiting[-1]
+        if name not in opened:
+            opened.add(name)
+            waiting += [x for x in reversed(needs[name]) if x not in opened]
+            continue
+        waiting.pop()
+        if name not in ended:
+            ended.add(name)
+            yield known[name]
+
+
+def _needs(instruction: Instruction) -> list[str]:
+    """Names of what comes before an instruction."""
+    found = re.search(r"control-predecessors=\{([^}]*)\}", instruction.line)
+    before = re.findall(r"%([\w.\-]+)", found[1]) if found else []
+    return [*reversed(before), *instruction.operands]

@@ -45,19 +45,14 @@ PAGES = {"page_size": "16KiB", "min_paged_size": "1KiB"}
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-      begin: Makes what goes from step to step: parameters and state, and where they
-        are trained by layers, the workspace.
-      step: Takes and returns it, and takes a batch.
-      batch: Makes a step's batch.
-      saved: How much of it is saved, from the first on: all that the next step needs.
-    """
-
+    #: Makes what goes from step to step: parameters and state, and where they are
+    #: trained by layers, the workspace.
     begin: Callable[[], tuple[Any, ...]]
-    step: Callable[..., tuple[Any, ...]]
-    batch: Callable[[int], Any]
+    step: Callable[..., tuple[Any, ...]]  # takes and returns it, and takes a batch
+    batch: Callable[[int], Any]  # makes a step's batch
+    #: How much of it is saved, from the first on: all that the next step needs.
     saved: int = 2
 
 
@@ -96,36 +91,28 @@ def ordinary(tx: optax.GradientTransformation) -> Way:
     return Way(begin, step, values)
 
 
-def by_layers(tx: optax.GradientTransformation) -> Way:
-    """One layer's gradients at a time, the layers' weights on the host."""
+def by_layers(tx: optax.GradientTransformation, deferred: bool = False) -> Way:
+    """One layer's gradients at a time, the layers' weights on the host.
+
+    If deferred, over all devices, and each update waits for the next step.
+    """
 
     def begin() -> tuple[Any, ...]:
         params = layered.parameters(layers=3)
+        how = {}
+        if deferred:
+            places = po.fully_sharded(params, all_devices())
+            params = jax.tree.map(everywhere, params, places)
+            rest = {name: x for name, x in params.items() if name != "layers"}
+            how = {"host_dtype": "float32", "rest": rest}
         state = tx.init(params)
-        workspace = po.GradientWorkspace.allocate(params["layers"])
-        params["layers"] = po.offload(params["layers"], min_size="16KiB")
-        return params, state, workspace
-
-    step = layered.layerwise(tx, max_norm=0.5)
-    return Way(begin, lambda *given: step(*given)[:3], layered.batch)
-
-
-def deferred(tx: optax.GradientTransformation) -> Way:
-    """The same over all devices, and each update waits for the next step."""
-
-    def begin() -> tuple[Any, ...]:
-        params = layered.parameters(layers=3)
-        places = po.fully_sharded(params, all_devices())
-        params = jax.tree.map(everywhere, params, places)
-        rest = {name: x for name, x in params.items() if name != "layers"}
-        state = tx.init(params)
-        workspace = po.GradientWorkspace.allocate(
-            params["layers"], host_dtype="float32", rest=rest
-        )
+        workspace = po.GradientWorkspace.allocate(params["layers"], **how)
         params["layers"] = po.offload(params["layers"], min_size="16KiB")
         return params, state, workspace
 
     def batch(number: int) -> Any:
+        if not deferred:
+            return layered.batch(number)
         made = layered.batch(number, shape=(8, 8))
         made["key"] = jax.random.key_data(made["key"])
         rows = lambda x: PartitionSpec(*["data"] * (x.ndim - 1))
@@ -133,14 +120,14 @@ def deferred(tx: optax.GradientTransformation) -> Way:
         return jax.tree.map(place, made)
 
     step = layered.layerwise(tx, max_norm=0.5)
-    return Way(begin, lambda *given: step(*given)[:3], batch, saved=3)
+    return Way(begin, lambda *given: step(*given)[:3], batch, saved=2 + deferred)
 
 
 WAYS: dict[str, Callable[[], Way]] = {
     "adamw": lambda: ordinary(po.paged_adamw(1e-2, **PAGES)),
     "8 bits": lambda: ordinary(po.paged_adamw_8bit(1e-2, **PAGES)),
     "layerwise": lambda: by_layers(po.paged_adamw(1e-2, **layered.SETTINGS)),
-    "deferred": lambda: deferred(po.paged_adamw(1e-2, **layered.SETTINGS)),
+    "deferred": lambda: by_layers(po.paged_adamw(1e-2, **layered.SETTINGS), True),
 }
 
 

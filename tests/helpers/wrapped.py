@@ -7,7 +7,6 @@ that every number of every step must be Optax's bit for bit.
 
 import dataclasses
 import functools
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -57,14 +56,11 @@ def as_paged(inner: Any) -> Any:
     return po.paged(inner, **PAGING)
 
 
-#: How to make each, and how Optax makes it.
-TRANSFORMATIONS: dict[str, tuple[Make, Make]] = {
-    "adamw": (functools.partial(_adamw, itself), functools.partial(_adamw, itself)),
-    "paged": (functools.partial(_adamw, as_paged), functools.partial(_adamw, itself)),
-    "clip and paged": (
-        functools.partial(_clipped, as_paged),
-        functools.partial(_clipped, itself),
-    ),
+#: How to make each, and what pages it; by Optax nothing does.
+TRANSFORMATIONS: dict[str, tuple[Make, Callable[[Any], Any]]] = {
+    "adamw": (_adamw, itself),
+    "paged": (_adamw, as_paged),
+    "clip and paged": (_clipped, as_paged),
 }
 
 # -- the wrappers -------------------------------------------------------------------
@@ -72,25 +68,18 @@ TRANSFORMATIONS: dict[str, tuple[Make, Make]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """A wrapper and what it promises.
+    """A wrapper and what it promises."""
 
-    Attributes:
-      wrap: Wraps what a `Make` makes.
-      twin: Optax's wrapper of the same semantics; itself where it is Optax's.
-      enabled: Whether a step, by its number, reaches the wrapped transformation.
-      inner: The wrapped transformation's state.
-      not_finite: The steps whose gradients are not finite.
-      hands_through: Whether a skipped step's updates are its gradients; else zero.
-      lookahead: Whether parameters are pairs of fast and slow ones.
-    """
-
-    wrap: Callable[[Make], Any]
+    wrap: Callable[[Make], Any]  # wraps what a `Make` makes
+    #: Optax's wrapper of the same semantics; itself where it is Optax's.
     twin: Callable[[Make], Any]
+    #: Whether a step, by its number, reaches the wrapped transformation.
     enabled: Callable[[int], bool] = lambda number: True
-    inner: Callable[[Any], Any] = itself
-    not_finite: tuple[int, ...] = ()
+    inner: Callable[[Any], Any] = itself  # the wrapped transformation's state
+    not_finite: tuple[int, ...] = ()  # the steps whose gradients are not finite
+    #: Whether a skipped step's updates are its gradients; else zero.
     hands_through: bool = False
-    lookahead: bool = False
+    lookahead: bool = False  # whether parameters are pairs of fast and slow ones
 
 
 def _optax(wrap: Callable[[Make], Any], **promises: Any) -> Wrapper:
@@ -246,22 +235,10 @@ class Run:
     results: list[Any]
 
 
-def step_with(tx: Any) -> Callable[..., Any]:
-    def step(params, state, gradients, go):
-        updates, state = tx.update(gradients, state, params, go=go)
-        return optax.apply_updates(params, updates), state, updates
-
-    return step
-
-
 def run(wrapper: Wrapper, tx: Any, *, jitted: bool = True, count: int = STEPS) -> Run:
     """Steps with a wrapped transformation; fails if an array changes its memory.
 
-    Args:
-      wrapper: Its wrapper.
-      tx: The wrapped transformation.
-      jitted: Whether to use `jit_step`, with everything donated; else eager.
-      count: How many steps.
+    If jitted by `jit_step`, with everything donated; else eager.
     """
     tx = optax.with_extra_args_support(tx)
     params = arrays(shapes=SHAPES)
@@ -271,7 +248,11 @@ def run(wrapper: Wrapper, tx: Any, *, jitted: bool = True, count: int = STEPS) -
     params = jax.device_put(params, jax.devices()[0])
     state = tx.init(params)
     places, inner, results = kinds(state), [_bits(wrapper.inner(state))], []
-    step = step_with(tx)
+
+    def step(params, state, gradients, go):
+        updates, state = tx.update(gradients, state, params, go=go)
+        return optax.apply_updates(params, updates), state, updates
+
     for number in range(count):
         gradients = gradients_of(wrapper, number)
         arguments = (params, state, gradients, jnp.asarray(every_third(number)))
@@ -292,19 +273,20 @@ def run(wrapper: Wrapper, tx: Any, *, jitted: bool = True, count: int = STEPS) -
 @functools.cache
 def wanted(name: str, transformation: str) -> Run:
     """The run of Optax's wrapper around unpaged Optax."""
-    wrapper, (_, make) = WRAPPERS[name], TRANSFORMATIONS[transformation]
+    wrapper, (make, _) = WRAPPERS[name], TRANSFORMATIONS[transformation]
     twin = f"optax.{name[3:]}"
     if wrapper.twin is not wrapper.wrap and twin in WRAPPERS:
         return wanted(twin, transformation)
-    return run(wrapper, wrapper.twin(make))
+    return run(wrapper, wrapper.twin(functools.partial(make, itself)))
 
 
 def keep(case: str) -> None:
     """The contract."""
     name, transformation = case.split(" / ")
-    wrapper, (make, optax_make) = WRAPPERS[name], TRANSFORMATIONS[transformation]
+    wrapper, (make, page) = WRAPPERS[name], TRANSFORMATIONS[transformation]
+    make = functools.partial(make, page)
     theirs = wanted(name, "clip and paged" if "clip" in transformation else "adamw")
-    if wrapper.twin is wrapper.wrap and make is optax_make:
+    if wrapper.twin is wrapper.wrap and page is itself:
         ours = theirs
     else:
         ours = run(wrapper, wrapper.wrap(make))
@@ -313,15 +295,11 @@ def keep(case: str) -> None:
 
     # 1. Moments are where they should be, and nothing else is on the host.
     assert ("pinned_host" in ours.kinds) == is_paged
-    assert all(
-        moment
-        for moment, kind in zip(moments, ours.kinds, strict=True)
-        if kind != "device"
-    )
+    on_host = [kind != "device" for kind in ours.kinds]
+    assert all(x <= moment for x, moment in zip(on_host, moments, strict=True))
     # 2. The state's structure, shapes and dtypes, and every number of every step.
-    for number, (found, right) in enumerate(
-        zip(ours.results, theirs.results, strict=True)
-    ):
+    for number, found in enumerate(ours.results):
+        right = theirs.results[number]
         assert _described(found) == _described(right), number
         assert distances(found, right) == {}, number
     # 3. Skipped steps leave the inner state, and give the documented updates.
@@ -333,12 +311,9 @@ def keep(case: str) -> None:
         assert before == after, number
         updates = ours.results[number][0]
         gradients = gradients_of(wrapper, number)
-        for update, gradient in zip(
-            *map(jax.tree.leaves, (updates, gradients)), strict=True
-        ):
-            assert np.array_equal(
-                update, gradient if wrapper.hands_through else 0 * update
-            )
+        zeros = jax.tree.map(np.zeros_like, updates)
+        right = gradients if wrapper.hands_through else zeros
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, updates, right)))
     # 4. The same eager.
     if transformation == "paged" and name.startswith("po."):
         eager = run(wrapper, wrapper.wrap(make), jitted=False, count=3)
@@ -347,13 +322,5 @@ def keep(case: str) -> None:
             assert distances(found, ours.results[number]) == {}, number
 
 
-def _outcome(case: str) -> str:
-    try:
-        keep(case)
-    except Exception:  # one case must not hide the others
-        return traceback.format_exc()
-    return "kept"
-
-
 if __name__ == "__main__":
-    apart.answer(_outcome)
+    apart.answer(lambda case: keep(case) or "kept")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers import apart, fuzz, fuzz_broken, fuzz_parts, recipes
+from helpers import apart, broken, fuzz, fuzz_parts, recipes
 
 CHOICES = {
     "steps": fuzz_parts.STEPS,
@@ -119,7 +119,7 @@ def test_moments_keep_their_division(distances):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("breakage", fuzz_broken.BREAKAGES)
+@pytest.mark.parametrize("breakage", broken.ENGINE)
 def test_a_broken_engine_shows(breakage, monkeypatch):
     """In a good part of the cases that it concerns, of as few as 200."""
     monkeypatch.setenv("BROKEN", breakage)
@@ -132,6 +132,6 @@ def test_a_broken_engine_shows(breakage, monkeypatch):
         ),
     }[breakage]
     chosen = [x for x in recipes.drawn(200, 0) if concerned(json.loads(x))][:12]
-    with apart.process(fuzz_broken.__file__, fuzz.FLAGS) as ask:
+    with apart.process(fuzz.__file__, fuzz.FLAGS) as ask:
         differ = [ask(recipe) != {} for recipe in chosen]
     assert sum(differ) >= 2

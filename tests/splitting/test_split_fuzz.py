@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers import apart, split_broken, split_fuzz, split_recipes
+from helpers import apart, broken, split_fuzz, split_recipes
 from helpers.split_blocks import BLOCKS
 from helpers.split_layer import WRAPS
 from helpers.split_ops import OPS
@@ -132,12 +132,12 @@ CONCERNED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("breakage", split_broken.BREAKAGES)
+@pytest.mark.parametrize("breakage", broken.SPLITTING)
 def test_what_is_broken_shows(breakage, monkeypatch):
     """In a good part of the cases that it concerns, of as few as a hundred."""
     monkeypatch.setenv("BROKEN", breakage)
     drawn = split_recipes.drawn(100, 0)
     chosen = [x for x in drawn if CONCERNED[breakage](json.loads(x))]
-    with apart.process(split_broken.__file__, split_fuzz.FLAGS) as ask:
+    with apart.process(split_fuzz.__file__, split_fuzz.FLAGS) as ask:
         differ = [ask(recipe) != {} for recipe in sorted(chosen, key=len)[:6]]
     assert sum(differ) >= 2

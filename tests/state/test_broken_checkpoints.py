@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from helpers.alone import alone
+from helpers.apart import alone
 from helpers.checkpoints import assert_same, bits, paged_adamw, target_of
 from helpers.reference import arrays
 

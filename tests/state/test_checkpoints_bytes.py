@@ -10,7 +10,7 @@ import pytest
 
 import paged_optax as po
 from helpers import checkpoints
-from helpers.alone import alone
+from helpers.apart import alone
 from helpers.checkpoints import flax_bytes, manager, paged_adamw, pytree, standard
 from helpers.programs import llama
 from helpers.reference import arrays

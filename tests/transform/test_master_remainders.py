@@ -146,7 +146,7 @@ def test_bytes_and_the_links_time(compile_for):
     assert_in_place(report)
     assert report.device_temp <= 32 * MIB
     trips = len(params) * [plan.moments[0].pages]
-    assert aot.traffic(report.hlo, trips) == plan.link_bytes
+    assert step_model.traffic(report.hlo, trips) == plan.link_bytes
     assert step_model.over_floor(report.hlo, plan.host_bytes, trips) <= 1.10
 
 
