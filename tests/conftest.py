@@ -243,6 +243,8 @@ def platform(request, monkeypatch):
 @pytest.fixture(scope="session")
 def compilations():
     """The events of compilations, so far."""
+    import jax
+
     events = []
     compiled = "/jax/core/compile/backend_compile_duration"
     jax.monitoring.register_event_duration_secs_listener(

@@ -54,6 +54,10 @@ TRANSFORMATIONS = {
     "masked": lambda: optax.masked(
         po.paged_adamw_8bit(1e-2, **PAGED), {"embed": True, "layers": by_layer}
     ),
+    "masked by prefix": lambda: optax.masked(
+        po.paged_adamw_8bit(1e-2, **PAGED),
+        {"embed": True, "layers": [False] + [True] * 2},
+    ),
     "masters": lambda: po.paged_adamw(1e-2, master_dtype="float32", **PAGED),
 }
 

@@ -98,6 +98,13 @@ TRANSFORMATIONS = {
         {True: po.paged_adamw(1e-2, **PAGED), False: optax.sgd(1e-2)}, by_shape
     ),
     "frozen lower layers": lambda: labelled(po.paged_adamw_8bit(1e-2, **PAGED)),
+    "frozen by prefix": lambda: optax.masked(
+        po.paged_adamw_8bit(1e-2, **PAGED),
+        {"embed": False, "norm": True, "layers": [i > 1 for i in range(LENGTH)]},
+    ),
+    "no layer by prefix": lambda: optax.masked(
+        po.paged_adamw(1e-2, **PAGED), {"embed": True, "norm": True, "layers": False}
+    ),
     "muon": lambda: optax.contrib.muon(1e-2),
     "paged muon": lambda: po.paged_muon(1e-2, **PAGED),
     "lamb": lambda: optax.lamb(1e-2),
@@ -194,7 +201,9 @@ def test_an_optimizer_of_the_losss_value_is_refused(model):
     assert "layerwise_step passes tx.update no value" in error.value.__notes__[0]
 
 
-@pytest.mark.parametrize("name", ["eight bits", "frozen lower layers", "paged muon"])
+@pytest.mark.parametrize(
+    "name", ["eight bits", "frozen lower layers", "frozen by prefix", "paged muon"]
+)
 def test_a_state_goes_from_one_step_into_the_other(model, name):
     """The same bytes, in the middle of training, both ways."""
     tx = TRANSFORMATIONS[name]()
