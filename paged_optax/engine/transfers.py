@@ -57,7 +57,7 @@ class StackPage:
 
     number: Index | int  # among parts of this size
     size: int  # entries along the axis
-    at_once: bool  # a loop around moves it
+    in_one_transfer: bool  # it is not divided into pieces
     # Each device moves pieces of its own shard: an axis that is divided cannot be
     # joined with the first one, and XLA would gather the array in host memory.
     shards: Shards | None = None
@@ -66,7 +66,7 @@ class StackPage:
         """Reads the part into device memory."""
         pieces, offloaded = self._pieces(x), on_host(x)
 
-        def at_once(x: Array | np.ndarray) -> Array:
+        def in_one_transfer(x: Array | np.ndarray) -> Array:
             page = lax.dynamic_slice_in_dim(x, self._first, self.size)
             return to_device(_in_stack_layout(page), offloaded)
 
@@ -78,13 +78,13 @@ class StackPage:
             page = read_in_pieces(pieces, lambda i: to_device(piece(i), True))
             return page.reshape(self.size, *x.shape[1:])
 
-        return self._by_backend(pieces, at_once, in_pieces, x)
+        return self._by_backend(pieces, in_one_transfer, in_pieces, x)
 
     def write(self, x: Array, page: Array) -> Array:
         """Returns the array with the part replaced."""
         pieces, offloaded = self._pieces(x), on_host(x)
 
-        def at_once(x: Array, page: Array) -> Array:
+        def in_one_transfer(x: Array, page: Array) -> Array:
             page = _in_stack_layout(to_host(page, offloaded))
             return lax.dynamic_update_slice_in_dim(x, page, self._first, 0)
 
@@ -96,7 +96,7 @@ class StackPage:
             rows = write_in_pieces(pieces, write, _by_rows(x), _by_rows(page))
             return rows.reshape(x.shape)
 
-        return self._by_backend(pieces, at_once, in_pieces, x, page)
+        return self._by_backend(pieces, in_one_transfer, in_pieces, x, page)
 
     @property
     def _first(self) -> Index | int:
@@ -107,7 +107,7 @@ class StackPage:
         first, *remaining = self.shards.local(x.shape) if self.shards else x.shape
         # The array's rows are counted in 32 bits.
         numbered = bool(remaining) and first * remaining[0] < MOST_INDEX
-        if self.at_once or not numbered or not on_host(x):
+        if self.in_one_transfer or not numbered or not on_host(x):
             return 1
         return pieces_of(self.size * remaining[0])
 
@@ -121,12 +121,12 @@ class StackPage:
     def _by_backend(
         self,
         pieces: int,
-        at_once: Callable[..., Array],
+        in_one_transfer: Callable[..., Array],
         in_pieces: Callable[..., Array],
         *arrays: Array | np.ndarray,
     ) -> Array:
         if pieces == 1:
-            return at_once(*arrays)
+            return in_one_transfer(*arrays)
         if self.shards is not None:
             in_pieces = jax.shard_map(
                 in_pieces,
@@ -136,7 +136,7 @@ class StackPage:
                 check_vma=False,
             )
         return lax.platform_dependent(
-            *arrays, cpu=at_once, tpu=at_once, default=in_pieces
+            *arrays, cpu=in_one_transfer, tpu=in_one_transfer, default=in_pieces
         )
 
 

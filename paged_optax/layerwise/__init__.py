@@ -1,18 +1,29 @@
 """Training steps that hold one layer's gradients at a time.
 
-- `step`: the step; `step_arguments` checks its arguments.
-- `updates`: the step that updates each layer at once; `host_updates`: after the norm of
-  all gradients, or in the next step; `overlap`: while another layer is computed, in
-  `segments`.
-- `sweep`: the passes over the layers. `clipping` measures, clips and stores their
-  gradients.
-- `layer_optimizer`: applies the transformation to one layer. `tree_update` runs it on
-  the loss's own tree (`layer_tree`), and initializes its state; `same_updates` finds
-  layers of one kind, and `layered_state` lists the state's leaves.
+The step on one device, in the order in which its modules are read: `step`, `updates`,
+`sweep`, `sinks`, `layer_optimizer`, `tree_update`::
+
+    x, context = prologue(rest, batch)                 # sweep.ForwardPass
+    for i in range(length):
+        inputs[i], x = x, layer(weights[i], x, context)
+    loss, (by_rest, ct) = vjp(epilogue)(rest, x)       # sweep.BackwardPass
+    for i in reversed(range(length)):
+        gradients, ct = vjp(layer)(weights[i], inputs[i], context)(ct)
+        workspace = clip(gradients)                    # sinks.WorkspaceSink
+        weights[i], moments[i] = update(workspace, moments[i], weights[i])
+    by_rest += vjp(prologue)(rest, batch)(ct)
+    rest, vectors = update(by_rest, ...)               # LayerOptimizer.update_unsliced
+
+Other schedules, and details that can be read later:
+
+- `host_updates` updates after the norm of all gradients, or in the next step; `overlap`
+  while another layer is computed, in `segments`. `clipping` measures and clips.
+- `layer_tree` maps the loss's own tree to stacks; `same_updates` finds layers of one
+  kind, and `layered_state` lists the state's leaves.
 - `layerwise_model`, `forward`: the model's functions, and their meshes; `dependencies`:
   the leaves that have gradients, and residuals; `loss`: the loss.
 - `parameters`, `slices`: stacked parameters, and access to their slices.
-- `workspace`: buffers of gradients.
+- `step_arguments` checks a step's arguments; `workspace` has buffers of gradients.
 """
 
 from paged_optax.layerwise.layerwise_model import LayerwiseModel

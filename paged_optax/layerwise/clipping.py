@@ -1,9 +1,7 @@
-"""Gradient statistics, clipping, and buffers of clipped gradients."""
+"""Gradient statistics, and clipping."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +11,6 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.layer_optimizer import LayerOptimizer
-from paged_optax.layerwise.layered_state import store_small
-from paged_optax.layerwise.slices import LayerIndex, read_slice
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 
@@ -118,91 +112,6 @@ def scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
         return (x.astype(wide) * by.astype(wide)).astype(x.dtype)
 
     return jax.tree.map(multiply, tree)
-
-
-class WorkspaceCarry(NamedTuple):
-    """Loop carry of a backward pass; `small` has all layers' small gradients."""
-
-    measure: GradientStats
-    moments: list[Stored]
-    workspace: GradientWorkspace
-    small: list[Array | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkspaceSink:
-    """Updates each layer by its clipped gradients in the workspace.
-
-    A `norm` of None clips each layer by its own. `chunked` has the gradients of the
-    parameters that are updated in chunks.
-    """
-
-    optimizer: LayerOptimizer
-    clipping: Clipping
-    norm: Float[Array, ""] | None
-    chunked: Sequence[Array]
-
-    def visit(
-        self,
-        carry: WorkspaceCarry,
-        i: LayerIndex,
-        slices: list[Array],
-        gradients: PyTree[Array],
-    ) -> tuple[WorkspaceCarry, list[Array]]:
-        """Stores layer i's gradients, and updates the layer by them."""
-        carry = self.store(carry, i, gradients)
-        by = self.read(carry, i)
-        moments, new = self.optimizer.update_layer(carry.moments, slices, by, i)
-        return carry._replace(moments=moments), new
-
-    def store(
-        self, carry: WorkspaceCarry, i: LayerIndex, gradients: PyTree[Array]
-    ) -> WorkspaceCarry:
-        """Measures and clips layer i's gradients, and writes them to the workspace."""
-        measure = self.clipping.measure(gradients)
-        norm = measure.norm if self.norm is None else self.norm
-        workspace = carry.workspace.zero_accumulators().write(
-            self.clipping.clipped(gradients, norm)
-        )
-        small = store_small(carry.small, _slices(workspace), i)
-        return WorkspaceCarry(carry.measure + measure, carry.moments, workspace, small)
-
-    def read(self, carry: WorkspaceCarry, i: LayerIndex) -> list[Array]:
-        """Reads layer i's gradients, and chunk i of the chunked ones."""
-        length = self.optimizer.layered.length
-        chunks = [read_slice(x, i, length) for x in self.chunked]
-        return _slices(carry.workspace) + chunks
-
-
-def _slices(workspace: GradientWorkspace) -> list[Array]:
-    return [x[None] for x in jax.tree.leaves(workspace.gradients)]
-
-
-@dataclasses.dataclass(frozen=True)
-class HostGradients:
-    """The gradients of all layers in host memory, clipped when they are read.
-
-    `dtypes` has the dtypes to update by. Parameters outside the layers have none.
-    """
-
-    stacks: Sequence[Array]
-    dtypes: Sequence[np.dtype]
-    clipping: Clipping
-    norm: Float[Array, ""]
-
-    def read(self, i: LayerIndex) -> list[Array]:
-        """Fetches layer i's gradients."""
-        pairs = zip(self.stacks, self.dtypes, strict=True)
-        gradients = [read_slice(g, i).astype(dtype) for g, dtype in pairs]
-        clipping = self.clipping
-        norm = clipping.measure(gradients).norm if clipping.by_layer else self.norm
-        return clipping.clipped(gradients, norm)
-
-    def clip_leaf(self, n: int, g: Array) -> Array:
-        """Clips a gradient of leaf n; outside the layers it is clipped already."""
-        if n >= len(self.dtypes):
-            return g
-        return self.clipping.clipped(g.astype(self.dtypes[n]), self.norm)
 
 
 def gradient_dtypes(workspace: GradientWorkspace) -> list[np.dtype]:

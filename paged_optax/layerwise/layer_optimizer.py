@@ -1,4 +1,8 @@
-"""Applies one transformation to a layer at a time, and to the other parameters."""
+"""Applies one transformation to a layer at a time, and to the other parameters.
+
+A layer's slices of the moments are copied to the device. A `paged(...)` inside finds
+them there, and loops over pages only to decode and encode them.
+"""
 
 import contextlib
 import dataclasses
@@ -148,7 +152,7 @@ class LayerOptimizer:
 
         return jax.jit(update, inline=True)
 
-    def update_rest(
+    def update_unsliced(
         self,
         stacks: Sequence[Array],
         small: Sequence[Array | None],
@@ -200,7 +204,7 @@ class LayerOptimizer:
         updates: Sequence[Array | None],
         add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
     ) -> Updated:
-        """Updates what `update_rest` updates, except the parameters in `left`."""
+        """Updates what `update_unsliced` updates, except the parameters in `left`."""
         layered = self.layered
         small = [n for n, flag in enumerate(layered.sliced) if not flag]
         only = lambda leaves: {n: leaves[n] for n in small if n not in left}
@@ -213,7 +217,9 @@ class LayerOptimizer:
             if k not in layered.moment_numbers and layered.param_indices[k] not in left
         }
         with only_if(self.enabled), self._context():
-            leaves, state = self.tree.rest(only(updates), fetched, only(params), add)
+            leaves, state = self.tree.unsliced(
+                only(updates), fetched, only(params), add
+            )
         new = {n: self._if_it_happens(leaves[n], x) for n, x in only(params).items()}
         # The loops of paged moments have selected already.
         select = lambda k, x: (

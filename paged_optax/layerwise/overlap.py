@@ -26,11 +26,11 @@ from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.backend.types import in_shard_map
 from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.clipping import HostGradients, WorkspaceCarry, WorkspaceSink
 from paged_optax.layerwise.dependencies import Saved
 from paged_optax.layerwise.layer_optimizer import LayerLeaves, LayerOptimizer
 from paged_optax.layerwise.layered_state import group_leaves
 from paged_optax.layerwise.segments import Values, ends_of, in_segments
+from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
 from paged_optax.layerwise.slices import (
     LayerIndex,
     Prefetched,
@@ -45,8 +45,8 @@ from paged_optax.layerwise.slices import (
 from paged_optax.layerwise.sweep import (
     Activations,
     BackwardPass,
+    Cotangents,
     ForwardPass,
-    PrologueGradients,
 )
 
 
@@ -85,7 +85,7 @@ UpdateGroup = Callable[[int, InFlight, Values], tuple[InFlight, Values]]
 
 # The sink's carry, the gradients by the prologue's output, the transfers, and the
 # fetched parameters of the layer that is updated next.
-_BackwardCarry = tuple[WorkspaceCarry, PrologueGradients, InFlight, dict[int, Array]]
+_BackwardCarry = tuple[WorkspaceCarry, Cotangents, InFlight, dict[int, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Overlap:
 
     def backward(
         self, backward: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
-    ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
+    ) -> tuple[WorkspaceCarry, list[Array], Cotangents]:
         """Runs the pass, and updates a chunk of each chunked parameter with a layer."""
         weights, layered = self.weights, self.optimizer.layered
         last, vectors = weights.length - 1, weights.vectors(backward.stacks)

@@ -80,7 +80,7 @@ def read_moment(x: Stored, i: LayerIndex, parts: int, shards: Shards | None) -> 
     if not isinstance(x, Quantized):
         return read_slice(x, i, parts, shards)
     # Scales are on the device while layers are updated; see `LayeredState`.
-    page = StackPage(i, x.scales.shape[0] // parts, at_once=True)
+    page = StackPage(i, x.scales.shape[0] // parts, in_one_transfer=True)
     scales = page.read(x.scales)
     return Quantized(read_slice(x.codes, i, parts, shards), scales)
 
@@ -91,7 +91,7 @@ def write_moment(
     """Replaces part i of a moment, see `write_slice`."""
     if not isinstance(x, Quantized) or not isinstance(new, Quantized):
         return jax.tree.map(lambda x, y: write_slice(x, y, i, parts, shards), x, new)
-    page = StackPage(i, new.scales.shape[0], at_once=True)
+    page = StackPage(i, new.scales.shape[0], in_one_transfer=True)
     scales = page.write(x.scales, new.scales)
     return Quantized(write_slice(x.codes, new.codes, i, parts, shards), scales)
 
@@ -102,8 +102,8 @@ def _page(
     # Weights are prefetched. In a loop XLA may fetch them long before, during an
     # embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1). Shards are small.
     prefetched = parts is None and shards is None
-    at_once = prefetched or is_traced(i) or not GPU_FETCHES_AHEAD
-    return StackPage(i, size, at_once, shards)
+    in_one_transfer = prefetched or is_traced(i) or not GPU_FETCHES_AHEAD
+    return StackPage(i, size, in_one_transfer, shards)
 
 
 def over_layers(
@@ -117,10 +117,10 @@ def over_layers(
 ) -> Carry:
     """Runs `body(i, next_item, carry)` for each layer, and returns the last carry.
 
-    If `prefetches`, `body` fetches from `next_item` into the carry, which is None if
-    there is no next layer or the loop cannot prefetch it. An iteration then runs two
-    layers, because the current slice is still used, or one if `body` `makes_room`: it
-    frees the buffers that it fetches into.
+    If `prefetches`, `body` fetches layer `next_item` into the carry; it is None if
+    there is no next layer, or if the loop cannot prefetch it. An iteration then runs
+    two layers, because the current slice is still used, or one if `body` `makes_room`:
+    it frees the buffers that it fetches into.
     """
     # An older XLA:GPU follows only the loop's own variable, so that the loop counts
     # down. A newer one follows `length - 1 - k`, but finds no transfer in such a loop.

@@ -29,18 +29,18 @@ from paged_optax.layerwise.loss import LayerwiseOutput
 from paged_optax.layerwise.overlap import can_overlap
 from paged_optax.layerwise.parameters import Partition, from_numpy, widest
 from paged_optax.layerwise.step_arguments import (
-    Answer,
-    ask,
+    PagedInside,
     check_inexact,
     check_same_counts,
     check_state,
     compare_processes,
+    find_paged,
     known_shards,
     warn_of_divided_layers,
     warn_of_moved,
 )
 from paged_optax.layerwise.tree_update import TreeUpdate
-from paged_optax.layerwise.updates import Guard, TracedStep, update_at_once
+from paged_optax.layerwise.updates import Guard, TracedStep, update_during_backward
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.step_skipping import wrapper_of
 
@@ -70,10 +70,14 @@ def layerwise_step(
         \theta_i, s_i \leftarrow \mathrm{tx}(g_i, s_i, \theta_i),
         \qquad i = L-1, \ldots, 0.
 
+    Vectors such as norms and biases, and the parameters outside the layers, are updated
+    after the last of these, all at once.
+
     On GPUs, from jax 0.11.2 on, a layer is updated while the gradients of the layer
     before it are computed: moments travel in both directions during the products, and
-    the device holds the gradients of two layers. On other devices, and if the global
-    norm is clipped, moments are written back after the layer's gradients are computed.
+    the device holds the gradients of two layers. On other devices, and if the gradients
+    of all layers are known first (for the global norm, or in the workspace), moments
+    are written back after the layer's gradients are computed.
     The numbers are those of an ordinary step, up to the rounding of sums in another
     order.
 
@@ -119,8 +123,8 @@ def layerwise_step(
       accumulate: If true, `batch` has several micro-batches, stacked on the leading
         axis of its leaves. The step uses the mean of their losses, or with a
         `WeightedLoss` their totals divided by their weights. The inputs of all
-        micro-batches are kept, and each layer's gradients add up in the workspace. With
-        a workspace's `host_dtype` or `device_dtype` the gradients of all layers add up,
+        micro-batches are kept, and each layer's gradients are their sum. With a
+        workspace's `host_dtype` or `device_dtype` the gradients of all layers add up,
         one micro-batch at a time.
       activations_on_host: If true, the layers' inputs are in host memory.
       recompute: If false, the forward pass saves a layer's residuals beside its input,
@@ -129,9 +133,9 @@ def layerwise_step(
       layers: The key of the layers' parameters, as in `what_fits`.
 
     Returns:
-      `step(params, state, workspace, batch)`. It returns the new parameters, state and
-      workspace, and a `LayerwiseOutput`. Compile it with `jit_step` or `jax.jit`, and
-      donate the first three arguments.
+      `step(params, state, workspace, batch, frozen=None)`. It returns the new
+      parameters, state and workspace, and a `LayerwiseOutput`. Compile it with
+      `jit_step` or `jax.jit`, and donate the first three arguments.
 
     Raises:
       ValueError: When traced, if `tx` needs all gradients first, or several elements of
@@ -214,15 +218,15 @@ class LayerwiseStep:
         """
         params, frozen = from_numpy((params, frozen))
         warn_of_options((params, state, workspace, frozen))
-        answers = ask(self._tx, params, state, self._layer_tree)
+        paged = find_paged(self._tx, params, state, self._layer_tree)
         # Explicit types still have shardings.
         if not self._warned:
-            self._warned = warn_of_divided_layers(answers, params, frozen, self._layers)
+            self._warned = warn_of_divided_layers(paged, params, frozen, self._layers)
         names = "max_norm", "clip", "accumulate"
         settings = {name: getattr(self, f"_{name}") for name in names}
-        compare_processes(answers, params, state, workspace, settings)
+        compare_processes(paged, params, state, workspace, settings)
         args = params, state, workspace, batch, frozen
-        run = functools.partial(self._run, answers)
+        run = functools.partial(self._run, paged)
         return on_automatic_axes(run, args, (params, state, workspace, None))
 
     def finish(
@@ -275,7 +279,7 @@ class LayerwiseStep:
 
     def _run(
         self,
-        answers: Sequence[Answer],
+        paged: Sequence[PagedInside],
         params: PyTree,
         state: PyTree,
         workspace: GradientWorkspace,
@@ -284,11 +288,11 @@ class LayerwiseStep:
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         if self._accumulate:
             check_same_counts(batch)
-        step = self._prepare(answers, params, state, workspace, frozen)
+        step = self._prepare(paged, params, state, workspace, frozen)
         optimizer, clipping = step.optimizer, step.clipping
         model = on_explicit_axes(step.model, step.partition, batch, self._accumulate)
         model = dataclasses.replace(model, saves=self._saves)
-        deferred, update = workspace.pending is not None, update_at_once
+        deferred, update = workspace.pending is not None, update_during_backward
         if workspace.host is not None:
             update = update_next_step if deferred else update_after_norm
 
@@ -298,7 +302,7 @@ class LayerwiseStep:
             new = {"model": model, "optimizer": optimizer, "overlaps": overlaps}
             return update(dataclasses.replace(step, **new), workspace, batch)
 
-        warn_of_moved(answers, workspace)
+        warn_of_moved(paged, workspace)
         known_first = workspace.host is not None or clipping.needed_first
         if step.guard.wrapper is not None and not known_first:
             raise ValueError(
@@ -328,19 +332,19 @@ class LayerwiseStep:
     def _finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        answers = ask(self._tx, params, state, self._layer_tree)
-        step = self._prepare(answers, params, state, workspace)
+        paged = find_paged(self._tx, params, state, self._layer_tree)
+        step = self._prepare(paged, params, state, workspace)
         if workspace.pending is None:
             raise ValueError(
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
-        warn_of_moved(answers, workspace)
+        warn_of_moved(paged, workspace)
         return finish_update(step, workspace)
 
     def _prepare(
         self,
-        answers: Sequence[Answer],
+        paged: Sequence[PagedInside],
         params: PyTree,
         state: PyTree,
         workspace: GradientWorkspace,
@@ -367,7 +371,7 @@ class LayerwiseStep:
                 " Allocate the workspace without rest=."
             )
         shards, moments = (
-            known_shards(answers, params, moments=x) for x in (False, True)
+            known_shards(paged, params, moments=x) for x in (False, True)
         )
         gradients = workspace.gradients
         layered = LayeredState(

@@ -33,33 +33,36 @@ from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 
 
-class Answer(NamedTuple):
-    """State of a paged transformation inside `tx`.
+class PagedInside(NamedTuple):
+    """A paged transformation inside `tx`.
 
     Attributes:
-      moved: Its warning about moments in the wrong memory, or an empty text.
-      said: The settings that must be equal in all processes.
+      moved: A warning about its moments in the wrong memory, or an empty text.
+      agreement: The settings that must be equal in all processes.
     """
 
-    pager: PagedTransformation
+    transformation: PagedTransformation
     moved: str
-    said: Values
+    agreement: Values
 
 
-def ask(
+def find_paged(
     tx: optax.GradientTransformation,
     params: PyTree,
     state: PyTree,
     tree: LayerTree | None,
-) -> list[Answer]:
-    """Collects one answer from each paged transformation inside `tx`."""
-    answers: list[Answer] = []
+) -> list[PagedInside]:
+    """Returns the paged transformations inside `tx`, in the order of their updates.
+
+    A visitor collects them while `tx.update` is traced.
+    """
+    paged: list[PagedInside] = []
     several = spans_processes((params, state))
 
-    def answer(
-        pager: PagedTransformation, moved: str, agreement: Callable[[], Values]
+    def add(
+        transformation: PagedTransformation, moved: str, agreement: Callable[[], Values]
     ) -> None:
-        answers.append(Answer(pager, moved, agreement() if several else {}))
+        paged.append(PagedInside(transformation, moved, agreement() if several else {}))
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
         leaves = jax.tree.leaves(shapes)
@@ -82,24 +85,24 @@ def ask(
 
     # A transformation that is not paged may fail here, with a state on the host, though
     # a layer's update does not. Real errors are raised again in the step.
-    with contextlib.suppress(Exception), within(visitor=Visitor(update=answer)):
+    with contextlib.suppress(Exception), within(visitor=Visitor(update=add)):
         plain = jax.tree.map(shape_dtype, params)
         if tree is not None:
             plain, state = (tree.unstack(x, layer_types) for x in (plain, state))
         jax.eval_shape(update, plain, state, plain)
-    return answers
+    return paged
 
 
-def warn_of_moved(answers: Sequence[Answer], workspace: GradientWorkspace) -> None:
+def warn_of_moved(paged: Sequence[PagedInside], workspace: GradientWorkspace) -> None:
     """Warns about arrays that left the host; raises if `on_moved` is `"raise"`."""
-    for pager, moved, _ in answers:
+    for transformation, moved, _ in paged:
         if moved:
-            tell(moved, pager.on_moved)
+            tell(moved, transformation.on_moved)
     flat = jax.tree_util.tree_flatten_with_path(workspace.host)[0]
     stacks = [(path, x) for path, x in flat if is_sliced(x) and not on_host(x)]
     if not stacks or workspace.on_device:
         return
-    raises = any(pager.on_moved == "raise" for pager, *_ in answers)
+    raises = any(transformation.on_moved == "raise" for transformation, *_ in paged)
     tell(
         f"gradients of all layers, {readable_bytes(nbytes([x for _, x in stacks]))},"
         f" are in device memory, workspace.host{keystr(stacks[0][0])} first, and belong"
@@ -111,7 +114,7 @@ def warn_of_moved(answers: Sequence[Answer], workspace: GradientWorkspace) -> No
 
 
 def compare_processes(
-    answers: Sequence[Answer],
+    paged: Sequence[PagedInside],
     params: PyTree,
     state: PyTree,
     workspace: PyTree,
@@ -124,23 +127,23 @@ def compare_processes(
     """
     if not spans_processes((params, state)):
         return
-    said: dict[str, Mapping[str, str]] = {
+    values: dict[str, Mapping[str, str]] = {
         name: {"": str(value)} for name, value in settings.items()
     }
     for name, tree in (("params", params), ("workspace", workspace)):
         flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-        said[name] = {keystr(path): str(jax.typeof(x)) for path, x in flat}
-    for index, (*_, item) in enumerate(answers):
+        values[name] = {keystr(path): str(jax.typeof(x)) for path, x in flat}
+    for index, (*_, item) in enumerate(paged):
         prefix = f"paged transformation {index}, " if index else ""
-        said |= {prefix + name: values for name, values in item.items()}
-    compare("layerwise_step", said)
+        values |= {prefix + name: x for name, x in item.items()}
+    compare("layerwise_step", values)
 
 
 def warn_of_divided_layers(
-    answers: Sequence[Answer], params: PyTree, frozen: PyTree, key: str
+    paged: Sequence[PagedInside], params: PyTree, frozen: PyTree, key: str
 ) -> bool:
     """Warns about the first stack that is divided along its layers."""
-    for name, tree, sources in ("params", params, answers), ("frozen", frozen, ()):
+    for name, tree, sources in ("params", params, paged), ("frozen", frozen, ()):
         for path, x in jax.tree_util.tree_flatten_with_path(as_pure(tree))[0]:
             if key_names(path)[:1] != (key,):
                 continue
@@ -159,22 +162,22 @@ def warn_of_divided_layers(
 
 
 def known_shards(
-    answers: Sequence[Answer], params: PyTree, *, moments: bool
+    paged: Sequence[PagedInside], params: PyTree, *, moments: bool
 ) -> list[Shards | None]:
     """Returns the division of each parameter, or of its `moments`.
 
     None if it is not known, or if it divides the leading axis.
     """
     flat = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
-    found = [_shards(answers, path, x, moments) for path, x in flat]
+    found = [_shards(paged, path, x, moments) for path, x in flat]
     return [x if x and x.divisions[:1] == (1,) else None for x in found]
 
 
 def _shards(
-    answers: Sequence[Answer], path: KeyPath, x: Array, moments: bool
+    paged: Sequence[PagedInside], path: KeyPath, x: Array, moments: bool
 ) -> Shards | None:
     """A stack's sharding, or its moments'; None if it is not found."""
-    for known in (*(pager.known for pager, *_ in answers), ParameterShardings()):
+    for known in (*(x.transformation.known for x in paged), ParameterShardings()):
         with contextlib.suppress(ValueError):
             if shards := known.find(path, x, moments=moments):
                 return shards

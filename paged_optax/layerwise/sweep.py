@@ -77,10 +77,10 @@ class Activations(NamedTuple):
         return Activations(x, inputs, kept, residuals)
 
 
-class PrologueGradients(NamedTuple):
-    """The gradients by the learned leaves of a layer's input, and of the context.
+class Cotangents(NamedTuple):
+    """The cotangents of the learned leaves of a layer's input, and of the context.
 
-    After the backward pass they are those by the prologue's output.
+    After the backward pass they are those of the prologue's output.
     """
 
     x: list[Array]
@@ -89,7 +89,7 @@ class PrologueGradients(NamedTuple):
 
 # Loop carries. Both end with the stacks and the prefetched slices of the next layer.
 _ForwardCarry = tuple[Activations, list[Array], Prefetched]
-_BackwardCarry = tuple[Carry, PrologueGradients, list[Array], Prefetched]
+_BackwardCarry = tuple[Carry, Cotangents, list[Array], Prefetched]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +145,12 @@ class ForwardPass:
             if not self.model.saves:
                 return *self.model.run_layer(*both, x, context, i), None
             index = jnp.asarray(i)
-            pull, results = self.linearized(both, x, context, index)
+            pull, results = self.layer_vjp(both, x, context, index)
             return *results, Saved.of(pull, (both, x, context, index))
 
         return _for_each(self.several, one, x, self.context)
 
-    def linearized(
+    def layer_vjp(
         self,
         both: tuple[PyTree[Array], PyTree[Array]],
         x: PyTree[Array],
@@ -264,7 +264,7 @@ class BackwardPass:
 
     def run(
         self, visit: Visit[Carry], start: Carry
-    ) -> tuple[Carry, list[Array], PrologueGradients]:
+    ) -> tuple[Carry, list[Array], Cotangents]:
         """Calls `visit(carry, i, slices, gradients)` for each layer, the last first."""
         weights = self.forward.weights
 
@@ -304,13 +304,13 @@ class BackwardPass:
         )
         return carry, stacks, cts
 
-    def first_gradients(self, by_output: list[Array]) -> PrologueGradients:
+    def first_gradients(self, by_output: list[Array]) -> Cotangents:
         """The gradients before the last layer's: zeros for the context."""
         context, _ = select(self.forward.context, self.forward.learned.context)
-        return PrologueGradients(by_output, list(map(jnp.zeros_like, context)))
+        return Cotangents(by_output, list(map(jnp.zeros_like, context)))
 
     def read(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
-        """Reads layer i's input and residuals, and the gradients by its outputs."""
+        """Reads layer i's input, residuals, and the cotangents of its kept outputs."""
         every = self.inputs, self.epilogue.by_kept
         return jax.tree.map(lambda stack: read_slice(stack, i)[0], every)
 
@@ -319,13 +319,13 @@ class BackwardPass:
         slices: Sequence[Array],
         inputs: tuple[PyTree[Array], list[Array]],
         dkept: list[Array],
-        cts: PrologueGradients,
+        cts: Cotangents,
         i: LayerIndex,
-    ) -> tuple[PyTree[Array], PrologueGradients]:
+    ) -> tuple[PyTree[Array], Cotangents]:
         """Computes the gradients of layer i, by its parameters and by its input."""
         forward, both = self.forward, self.forward.weights.of(slices)
 
-        def narrow(gradients: PyTree[Array]) -> PyTree[Array]:
+        def in_workspace_dtype(gradients: PyTree[Array]) -> PyTree[Array]:
             leaves, structure = jax.tree.flatten(gradients)
             pairs = zip(leaves, self.dtypes, strict=True)
             return structure.unflatten([x.astype(dtype) for x, dtype in pairs])
@@ -335,26 +335,26 @@ class BackwardPass:
             context: PyTree,
             dx: list[Array],
             dkept: list[Array],
-        ) -> tuple[PyTree[Array], PrologueGradients]:
+        ) -> tuple[PyTree[Array], Cotangents]:
             x, residuals = inputs
             saved = forward.shapes[2] if forward.model.saves else None
             if saved is None:
-                pull, _ = forward.linearized(both, x, context, i)
+                pull, _ = forward.layer_vjp(both, x, context, i)
             else:
                 pull = saved.pull(residuals, (both, x, context, jnp.asarray(i)))
             gradients, dx, dcontext = pull((dx, dkept))
-            return narrow(gradients), PrologueGradients(dx, dcontext)
+            return in_workspace_dtype(gradients), Cotangents(dx, dcontext)
 
         args = inputs, forward.context, cts.x, dkept
         if forward.several:
-            zeros = jax.tree.map(jnp.zeros_like, narrow(both[0]))
+            zeros = jax.tree.map(jnp.zeros_like, in_workspace_dtype(both[0]))
             gradients, new = _sum(one, zeros, args)
         else:
             gradients, new = one(*args)
         dcontext = jax.tree.map(jnp.add, cts.context, new.context)
         return gradients, new._replace(context=dcontext)
 
-    def rest_gradients(self, cts: PrologueGradients) -> Rest:
+    def rest_gradients(self, cts: Cotangents) -> Rest:
         """Adds the prologue's gradients to the epilogue's, for the other parameters.
 
         They have the parameters' dtypes, unless the workspace's dtype is wider.
@@ -363,11 +363,11 @@ class BackwardPass:
         by_rest, cts = fetch_after(self.epilogue.by_rest, cts)
         model, rest, cts = forward.model.fetch_rest(forward.rest, cts)
 
-        def pull(batch: PyTree, cts: PrologueGradients) -> tuple[Rest, None]:
-            def run(rest: Rest) -> PrologueGradients:
+        def pull(batch: PyTree, cts: Cotangents) -> tuple[Rest, None]:
+            def run(rest: Rest) -> Cotangents:
                 results = model.run_prologue(rest, batch)
                 pairs = zip(results, forward.learned, strict=True)
-                return PrologueGradients(*[select(x, flags)[0] for x, flags in pairs])
+                return Cotangents(*[select(x, flags)[0] for x, flags in pairs])
 
             return jax.vjp(run, rest)[1](cts)[0], None
 

@@ -128,7 +128,7 @@ class TreeUpdate:
         which = jnp.asarray(numbers)[i]
         return lax.switch(which, runs, i, updates, state, params)
 
-    def rest(
+    def unsliced(
         self,
         updates: Leaves,
         state: Leaves,
@@ -185,7 +185,11 @@ class TreeUpdate:
         params: Leaves,
         add: Add = optax.apply_updates,
     ) -> Updated:
-        """Updates layer i in place of layer `place`, or the rest if that is None."""
+        """Runs `tx.update` on the own tree, with the leaves of layer i among zeros.
+
+        They stand in the place of layer `place`, which is of the same kind. If `place`
+        is None, the leaves are those outside the layers.
+        """
         members, _ = self.same.tree.stacked
         layered, structure = self.layered, self.same.tree.structure
         fill = functools.partial(self._filled, place, functools.cache(jnp.zeros))

@@ -1,4 +1,4 @@
-"""One step while it is traced, and the step that updates each layer at once."""
+"""One step while it is traced, and the step that updates during the backward pass."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,18 +8,13 @@ from jax import Array, lax
 from jaxtyping import Float, PyTree
 
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.clipping import (
-    Clipping,
-    GradientStats,
-    WorkspaceCarry,
-    WorkspaceSink,
-    gradient_dtypes,
-)
+from paged_optax.layerwise.clipping import Clipping, GradientStats, gradient_dtypes
 from paged_optax.layerwise.forward import ModelFunctions, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
 from paged_optax.layerwise.overlap import Overlap
 from paged_optax.layerwise.parameters import Partition
+from paged_optax.layerwise.sinks import WorkspaceCarry, WorkspaceSink
 from paged_optax.layerwise.slices import Weights, host_like, is_sliced, on_device
 from paged_optax.layerwise.step_arguments import known_shards
 from paged_optax.layerwise.sweep import BackwardPass, ForwardPass
@@ -103,7 +98,7 @@ class TracedStep:
         leaves = partition.combine(stacks, others)
         return jax.tree.unflatten(partition.structure, leaves)
 
-    def update_rest(
+    def update_unsliced(
         self,
         stacks: list[Array],
         moments: list[Stored],
@@ -116,14 +111,14 @@ class TracedStep:
         layered = optimizer.layered
         count = len(stacks) - len(layered.chunked)
         others = layered.others_with(layered.params, stacks[count:])
-        stacks, others, leaves = optimizer.update_rest(
+        stacks, others, leaves = optimizer.update_unsliced(
             stacks[:count], small, others, self.partition.others(by_rest)
         )
         state = self.guard.around(layered.new_state(moments, leaves), measure)
         return self.params(stacks, others), state
 
 
-def update_at_once(
+def update_during_backward(
     step: TracedStep, workspace: GradientWorkspace, batch: PyTree
 ) -> StepResult:
     """Updates each layer as soon as its gradients are computed."""
@@ -132,8 +127,10 @@ def update_at_once(
     forward = ForwardPass.after_prologue(
         step.model, weights, partition.rest, batch, step.accumulate
     )
+    activations, stacks = forward.run()
+    no_weight = measure.square  # of earlier micro-batches
     backward = BackwardPass.after_epilogue(
-        forward, *forward.run(), gradient_dtypes(workspace), measure.square
+        forward, activations, stacks, gradient_dtypes(workspace), no_weight
     )
     norm: Float[Array, ""] | None = None
     by_rest = backward.epilogue.by_rest
@@ -142,6 +139,7 @@ def update_at_once(
         measure, norm, by_rest, backward = _measured_first(clipping, backward)
         optimizer = optimizer.only_if(step.guard.decided(measure)[0])
     layered = optimizer.layered
+    # Chunked leaves are outside the layers, whose places the stacks fill.
     leaves = partition.combine(weights.stacks, partition.others(by_rest))
     chunked = [leaves[n] for n in layered.chunked]
     sink = WorkspaceSink(optimizer, clipping, norm, chunked)
@@ -162,7 +160,7 @@ def update_at_once(
     by_rest = clipping.clipped(by_rest, limit)
     loss, metrics = backward.epilogue.loss, backward.epilogue.metrics
     output = LayerwiseOutput(mean_of(loss), metrics, measure.norm)
-    new = step.update_rest(stacks, carry.moments, carry.small, by_rest, measure)
+    new = step.update_unsliced(stacks, carry.moments, carry.small, by_rest, measure)
     return *new, carry.workspace, output
 
 

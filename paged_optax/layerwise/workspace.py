@@ -113,10 +113,10 @@ class GradientWorkspace:
             accumulates micro-batches in sequence.
           device_dtype: The same in device memory, instead of `host_dtype`: for many
             micro-batches on a device with room for the gradients of all layers.
-          rest: The prologue's parameters, or their `ShapeDtypeStruct`s. With `rest` and
-            `host_dtype` updates are deferred: a step stores its gradients in the
-            workspace, and the next step applies them. The step's `finish` applies the
-            last gradients.
+          rest: The parameters outside the layers, or their `ShapeDtypeStruct`s. With
+            `rest` and `host_dtype` updates are deferred: a step stores its gradients in
+            the workspace, and the next step applies them. The step's `finish` applies
+            the last gradients.
 
         Returns:
           The workspace, all zeros.
