@@ -104,7 +104,10 @@ class Overlap:
     def backward(
         self, backward: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
     ) -> tuple[WorkspaceCarry, list[Array], Cotangents]:
-        """Runs the pass, and updates a chunk of each chunked parameter with a layer."""
+        """Runs the backward pass, and updates layer i + 1 during that of layer i.
+
+        With a layer a chunk of each chunked parameter is updated.
+        """
         weights, layered = self.weights, self.optimizer.layered
         last, vectors = weights.length - 1, weights.vectors(backward.stacks)
         # XLA would fetch the last layer before the loss is computed.
