@@ -240,6 +240,13 @@ def platform(request, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture
+def collected():
+    """Garbage is collected after the test, and in none that comes after it."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def compilations():
     """The events of compilations, so far."""

@@ -19,9 +19,10 @@ from helpers.reference import arrays, kinds
 from paged_optax.codecs import DynamicInt8, Quantized
 
 # A restore that Orbax refuses leaves its loops to the garbage collector.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("collected"),
+]
 
 RATE = 1e-2
 CODECS = {

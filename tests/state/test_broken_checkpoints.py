@@ -1,7 +1,6 @@
 """Checkpoints on a full disk, truncated, and altered: the last good one restores."""
 
 import functools
-import gc
 import pathlib
 import random
 import re
@@ -20,16 +19,10 @@ FLIPS = 6
 TX, SHAPES = paged_adamw(), {"w": (70, 32), "v": (40,)}
 
 # What Orbax starts beside a read that fails is never awaited.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    """Here, where it is no error, and not in the tests that come after."""
-    yield
-    gc.collect()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("collected"),
+]
 
 
 @functools.cache
