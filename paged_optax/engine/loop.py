@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 from jaxtyping import Int, UInt32
 
 from paged_optax.analysis.program import Program
@@ -367,12 +368,16 @@ def update_leaves(
     """Updates leaves that share pages; `start`: see `Loop`.
 
     An array that is given as a `ShapedArray` is new: it is allocated in its memory, and
-    varies along `axes` and those of the other arrays.
+    varies along `axes` and those of the other arrays. Parts of it that do not travel in
+    pages are returned in device memory.
     """
     arrays = [
         PagedArray.create(x, pages, codec, on_host(x), len(leaves))
         for x, codec in zip(leaves[0], leaf.codecs, strict=True)
     ]
+    is_new = lambda x: isinstance(jax.tree.leaves(x)[0], ShapedArray)
+    pairs = zip(arrays, leaves[0], strict=True)
+    arrays = [array.staged() if is_new(x) else array for array, x in pairs]
     axes |= varying_axes(leaves)
     buffers = [
         tuple([array.open(x, axes) for x in (xs if array.per_leaf else xs[:1])])

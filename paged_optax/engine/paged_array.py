@@ -133,6 +133,11 @@ class PagedArray:
         """Undoes `open`."""
         return _stored(map(lambda x, part: x.reshape(part.shape), buffers, self.parts))
 
+    def staged(self) -> "PagedArray":
+        """Returns the array with buffers that do not travel in pages on the device."""
+        stay = lambda x: dataclasses.replace(x, on_host=x.streamed)
+        return PagedArray(self.codec, tuple(map(stay, self.parts)))
+
     def preload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Copies buffers that do not travel in pages to the device."""
         load = lambda x, part: (

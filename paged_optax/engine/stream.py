@@ -15,6 +15,7 @@ from jax import Array, lax
 from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.analysis.program import Program
+from paged_optax.backend.memory import HOST
 from paged_optax.codecs import Codec
 from paged_optax.engine.loop import LeafProgram, update_leaves
 from paged_optax.engine.paged_array import Arrays, Stored, typed
@@ -126,7 +127,8 @@ def fill(
     def run(pages: Pages, leaves: Sequence[Arrays], *remaining: PyTree) -> list[Arrays]:
         new = typed((codec.stored if codec else types)(pages.leaf), host)
         leaves = [(*arrays, new) for arrays in leaves]
-        return update_leaves(leaves, *remaining, leaf=leaf, pages=pages, axes=axes)
+        filled = update_leaves(leaves, *remaining, leaf=leaf, pages=pages, axes=axes)
+        return jax.device_put(filled, HOST) if host else filled
 
     fill_pages = _by_backend(run, geometry)
     words = (random_bits,)
