@@ -130,7 +130,8 @@ def check_not_moved(
                 f"{leaf.name} belongs in host memory, and has the type of device memory"
                 f" ({jax.typeof(leaf.value)}): a restore or a jax.device_put without a"
                 " memory kind did that. Put the state back by"
-                " paged_optax.place_state(tx, state, params)."
+                " paged_optax.place_state(tx, state, params), or for stacked layers by"
+                " model.place_state."
             )
 
 

@@ -86,6 +86,8 @@ class LayerTree:
 
     structure: PyTreeDef  # of the own tree
     members: PyTree  # the stacked tree: nested dicts whose leaves are `Members`
+    # Own leaves that are stacks of layers, on another axis than the first.
+    moved: frozenset[int] = frozenset()
 
     @functools.cached_property
     def stacked(self) -> tuple[list[Members], PyTreeDef]:
@@ -278,9 +280,9 @@ def _replace(
             found.extend([x] * len(jax.tree.leaves(below)))
 
         is_entry = lambda x: is_masked(x) or is_stored(x)
-        if isinstance(node, PrefixMasked):
-            return structure.flatten_up_to(node.stacked), node.masked
         try:
+            if isinstance(node, PrefixMasked):
+                return structure.flatten_up_to(node.stacked), node.masked
             jax.tree_util.tree_map_with_path(add, node, numbers, is_leaf=is_entry)
         except (TypeError, ValueError):
             return None

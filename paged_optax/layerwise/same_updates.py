@@ -175,7 +175,16 @@ class SameUpdates:
             if name[2] is None
             else f"parameter {keystr(paths[members[name[2]]])}"
         )
+        moved = {n for n, m in enumerate(members) if m in self.tree.moved}
         for name, (elementwise, _) in rest.items():
+            if name[2] in moved.difference(numbers) and not elementwise:
+                raise ValueError(
+                    f"the update of {text(name)} is not element by element, and its"
+                    " stack has the layers' axis first here, and elsewhere in the"
+                    " loss's own tree: stack the layers on the first axis, or leave"
+                    " this parameter to an element-wise transformation, as paged_adamw"
+                    " is."
+                )
             if name[2] in numbers and not elementwise:
                 raise ValueError(
                     f"the update of {text(name)} is not element by element (a norm, a"

@@ -216,7 +216,10 @@ def check_state(
         flat, _ = jax.tree_util.tree_flatten_with_path(
             as_pure(state), is_leaf=is_stored
         )
-        types = lambda x: typed and list(map(dtype_and_shape, jax.tree.leaves(x)))
+        types = lambda x: (
+            getattr(x, "present", None),
+            typed and list(map(dtype_and_shape, jax.tree.leaves(x))),
+        )
         return {key_names(path): (keystr(path), types(x)) for path, x in flat}
 
     expected, leaves = described(fresh), described(state)
@@ -239,7 +242,8 @@ def check_state(
     raise ValueError(
         "the state's structure is not the one these gradients call for: they differ"
         f" at state{names}. Pass the state that {init}, or that a step returned, after"
-        f" a restore without a target by {place}.place_state(tx, state, params)."
+        " a restore without a target, or with another mask in tx, by"
+        f" {place}.place_state(tx, state, params)."
     )
 
 

@@ -78,7 +78,8 @@ class SplitFunctions:
             if part == frozen and n not in layers.leaves
         }
         members = {"layers": nested(numbers), "rest": nested(rest)}
-        tree = LayerTree(jax.tree.structure(types), members)
+        moved = frozenset(n for n, axis in axes.items() if axis)
+        tree = LayerTree(jax.tree.structure(types), members, moved)
         return Stacking("frozen" if frozen else "params", types, tree, axes)
 
     def prologue(self, rest: PyTree, *remaining: PyTree) -> tuple[list[Array], PyTree]:

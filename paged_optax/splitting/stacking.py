@@ -95,7 +95,8 @@ class Stacking:
 
         def moved(n: int, x: PyTree) -> PyTree:
             axis, (name, sizes) = self.axes.get(n), shapes[n]
-            if not axis or not getattr(x, "ndim", 1):
+            # A masked parameter has no moment.
+            if not axis or not jax.tree.leaves(x) or not getattr(x, "ndim", 1):
                 return x
             if is_quantized(x) or len(x.shape) != len(sizes):
                 raise ValueError(

@@ -247,10 +247,11 @@ def placed_as(target: PyTree[jax.ShapeDtypeStruct], state: PyTree) -> PyTree:
                 f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx"
                 f" for these parameters has {place or 'none'}: pass the transformation,"
                 " with its codec, and the parameters, divided as they were, that the"
-                " state was made with; of a checkpoint, the part that is the state. A"
-                " state of stacked layers is model.stack_state(state) of an ordinary"
-                " step's, and model.unstack_state(state) is the way back. To change the"
-                " codec, begin with new moments, tx.init(params)."
+                " state was made with; of a checkpoint, the part that is the state. For"
+                " a state of stacked layers, which model.stack_state makes of an"
+                " ordinary step's, and model.unstack_state undoes, call"
+                " model.place_state. To change the codec, begin with new moments,"
+                " tx.init(params)."
             )
     placed = map(_placed, (arrays[name] for name in targets), jax.tree.leaves(target))
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))

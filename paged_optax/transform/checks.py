@@ -190,7 +190,8 @@ def check_state_structure(
                 "the state's structure is not the one these gradients call for: they"
                 f" differ at state{', state'.join(odd[:3])}. Pass the state that this"
                 " transformation's init made for these parameters, after a restore"
-                " without a target by place_state(tx, state, params)."
+                " without a target by place_state(tx, state, params), after layerwise"
+                " steps by model.unstack_state(state)."
             ) from error
     for path, leaf in leaves.items():
         if leaf.shape != expected[path].shape:

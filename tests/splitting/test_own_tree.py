@@ -249,6 +249,22 @@ def test_another_state_is_refused(model, stacked):
         jax.eval_shape(po.layerwise_step(model, tx), *args, BATCHES[0])
 
 
+def test_a_state_of_another_mask_is_refused_and_placed(model):
+    """Its layers would lose their moments when it is unstacked."""
+    stacked, tx = model.stack(PARAMS), TRANSFORMATIONS["frozen by prefix"]()
+    mask = {"embed": False, "norm": True, "layers": [False] + [True] * (LENGTH - 1)}
+    other = optax.masked(po.paged_adamw_8bit(1e-2, **PAGED), mask)
+    state = model.init(tx, stacked)
+    args = stacked, state, model.workspace(stacked), BATCHES[0]
+    with pytest.raises(ValueError, match=r"another mask in tx, by model\.place_state"):
+        jax.eval_shape(po.layerwise_step(model, other), *args)
+    placed = model.place_state(other, state, stacked)
+    wanted = model.init(other, stacked)
+    assert jax.tree.structure(placed) == jax.tree.structure(wanted)
+    with pytest.raises(ValueError, match="the state has no moments in a tree"):
+        model.stack_state(state)
+
+
 @pytest.mark.parametrize("key", ["layers/*", "*/up", "embed"])
 def test_a_codec_by_path(model, key):
     tx = po.paged_adamw(1e-2, eps=1e-3, codec={key: "dynamic_int8"}, **PAGED)

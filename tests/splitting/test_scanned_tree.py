@@ -68,6 +68,10 @@ TRANSFORMATIONS = {
         {"trained": po.paged_adamw(1e-2, **PAGED), "frozen": optax.set_to_zero()},
         FROZEN,
     ),
+    "frozen by prefix": lambda: optax.partition(
+        {"trained": po.paged_adamw(1e-2, **PAGED), "frozen": optax.set_to_zero()},
+        {"z_embed": "trained", "blocks": "frozen", "a_norm": "trained"},
+    ),
     "rate by leaf": lambda: optax.chain(optax.trace(0.9), optax.stateless(by_number)),
     "guarded": lambda: po.apply_if_finite(
         optax.adamw(1e-2, weight_decay=0.3, mask=UP), 3
@@ -130,3 +134,21 @@ def test_codes_of_another_axis_stay_in_stacks():
     state = model.init(po.paged_adamw_8bit(1e-2, **PAGED), model.stack(params))
     with pytest.raises(ValueError, match=r"params\['blocks'\]\['\w+'\] are on axis 1"):
         model.unstack_state(state)
+
+
+def test_products_of_vectors_on_another_axis_are_refused():
+    """The layers' axis is first in their stack, and Muon's shapes are others then."""
+
+    def loss(params, batch):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["up"]) + w["bias"], None)
+        first = jax.tree.map(lambda w: jnp.moveaxis(w, 1, 0), params["blocks"])
+        return jnp.mean(lax.scan(layer, batch, first)[0] ** 2)
+
+    vectors = jnp.zeros((WIDTH, LENGTH))
+    params = {"blocks": {"up": normal(1, WIDTH, LENGTH, WIDTH), "bias": vectors}}
+    batch = jnp.ones((3, WIDTH))
+    model, tx = po.split_layers(loss, params, batch), optax.contrib.muon(1e-2)
+    stacks = model.stack(params)
+    args = stacks, model.init(tx, stacks), model.workspace(stacks), batch
+    with pytest.raises(ValueError, match=r"\['bias'\] is not .* on the first axis"):
+        jax.eval_shape(po.layerwise_step(model, tx), *args)
