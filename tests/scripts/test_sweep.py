@@ -48,6 +48,15 @@ def test_a_vocabulary_in_codes(name):
     assert found.scratch < 4 * 2**20
 
 
+@pytest.mark.parametrize("compiler", ["h200", "v5e"])
+def test_new_scales_leave_the_device_once(compiler):
+    """They are small, and computed there: nothing is fetched for them."""
+    case = sweep.Case((512, 2048), "int4", "default", compiler, "init")
+    ((_, found),) = sweep.outcomes([case], workers=1)
+    assert not found.failure
+    assert found.traffic == pytest.approx(1, abs=0.01) and not found.host_scratch
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_is_reported():
     """As a compiler's abort would be; the next case gets a process of its own."""
