@@ -141,11 +141,8 @@ class LayerTree:
         Raises:
           ValueError: If there are arrays, and no such subtree.
         """
-        subtrees = 0
 
         def combine(entries: Sequence[PyTree], masked: frozenset[str]) -> PyTree:
-            nonlocal subtrees
-            subtrees += 1
             members, structure = self.stacked
             stacked = structure.unflatten(
                 item(x, entries[x])
@@ -158,15 +155,15 @@ class LayerTree:
         # A state may have Flax variables where the parameters have none.
         numbers = self.structure.unflatten(range(self.structure.num_leaves))
         pure = jax.tree.structure(as_pure(numbers))
-        stacked = _replace(as_pure(tree), pure, combine)
-        if not subtrees and has_arrays(tree):
-            raise ValueError(
-                "the state has no moments in a tree of the structure of split_layers'"
-                " parameters: pass a state of tx.init for these parameters, after a"
-                " restore without a target by paged_optax.place_state(tx, state,"
-                " params), and leave optax.flatten out of tx."
-            )
-        return stacked
+        return _replace(
+            as_pure(tree),
+            pure,
+            combine,
+            "a tree of the structure of split_layers' parameters: pass a state of"
+            " tx.init for these parameters, after a restore without a target by"
+            " paged_optax.place_state(tx, state, params), and leave optax.flatten out"
+            " of tx.",
+        )
 
     def get_members(self, structure: PyTreeDef) -> list[Members]:
         """Returns, for each leaf of a stacked state, the leaves of the own state."""
@@ -187,11 +184,8 @@ class LayerTree:
         Raises:
           ValueError: If there are arrays, and no such stacks.
         """
-        subtrees = 0
 
         def combine(entries: Sequence[PyTree], masked: frozenset[str]) -> PyTree:
-            nonlocal subtrees
-            subtrees += 1
             members, _ = self.stacked
             leaves: list[PyTree] = [None] * self.structure.num_leaves
             for member, entry in zip(members, entries, strict=True):
@@ -205,21 +199,25 @@ class LayerTree:
                 layers = [inner.unflatten(x) for x in by_layer] or [entry] * len(member)
                 for n, x, there in zip(member, layers, present, strict=True):
                     leaves[n] = x if there else optax.MaskedNode()
+            own = self.structure.unflatten(leaves)
+            if not masked:
+                return own
             is_masked = lambda path, x: keystr(path) in masked
             return jax.tree_util.tree_map_with_path(
                 lambda path, x: optax.MaskedNode() if is_masked(path, x) else x,
-                self.structure.unflatten(leaves),
+                own,
                 is_leaf=is_masked,
                 is_leaf_takes_path=True,
             )
 
-        own = _replace(tree, self.stacked[1], combine)
-        if not subtrees and has_arrays(tree):
-            raise ValueError(
-                "the state has no moments in stacks of split_layers' parameters: pass a"
-                " state of model.init, of model.stack_state or of a step, after a"
-                " restore without a target by model.place_state(tx, state, params)."
-            )
+        own = _replace(
+            tree,
+            self.stacked[1],
+            combine,
+            "stacks of split_layers' parameters: pass a state of model.init, of"
+            " model.stack_state or of a step, after a restore without a target by"
+            " model.place_state(tx, state, params).",
+        )
         # Flax's variables hold each array of an encoded moment separately.
         return fixed_variables(own)
 
@@ -252,17 +250,17 @@ class LayerTree:
         return stack if all(present) else SomeLayers(stack, present)
 
 
-def has_arrays(tree: PyTree) -> bool:
-    """True if a tree has arrays that are no scalars."""
-    return any(getattr(x, "shape", ()) for x in jax.tree.leaves(tree))
-
-
 def _replace(
     tree: PyTree,
     structure: PyTreeDef,
     combine: Callable[[Sequence[PyTree], frozenset[str]], PyTree],
+    wanted: str,
 ) -> PyTree:
-    """Replaces each tree of moments by the combination of its entries."""
+    """Replaces each tree of moments by the combination of its entries.
+
+    Raises:
+      ValueError: If there are arrays, and no tree that is `wanted`.
+    """
     numbers = structure.unflatten(range(structure.num_leaves))
     is_leaf = lambda x: jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
@@ -289,10 +287,13 @@ def _replace(
         return found, frozenset(masked)
 
     stop = lambda node: is_stored(node) or entries(node) is not None
-    replace = lambda node: (
-        node if is_stored(node) or (x := entries(node)) is None else combine(*x)
-    )
-    return jax.tree.map(replace, tree, is_leaf=stop)
+    nodes, outer = jax.tree.flatten(tree, is_leaf=stop)
+    found = [None if is_stored(node) else entries(node) for node in nodes]
+    arrays = any(getattr(x, "shape", ()) for x in jax.tree.leaves(tree))
+    if arrays and not any(x is not None for x in found):
+        raise ValueError(f"the state has no moments in {wanted}")
+    pairs = zip(nodes, found, strict=True)
+    return outer.unflatten([x if y is None else combine(*y) for x, y in pairs])
 
 
 def tree_leaves(
